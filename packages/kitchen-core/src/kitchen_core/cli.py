@@ -1,0 +1,138 @@
+"""The ``kitchen`` command. ``doctor``, ``explain`` and ``formats`` live here; plug-ins of group ``kitchen.commands`` add
+more. ``kitchen --help`` imports neither torch nor any plug-in's heavy module."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from . import plugins as plugin_registry
+from .errors import KitchenError
+
+EXIT_PROBLEM = 1  # the command ran and found a problem
+EXIT_ERROR = 2  # the command could not do what was asked
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: own subcommands, then the plug-ins'. A plug-in that fails to load is named in the help."""
+    parser = argparse.ArgumentParser(prog="kitchen", description="Quantized linear layers: what runs, where and why.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_doctor(subparsers)
+    _add_explain(subparsers)
+    _add_formats(subparsers)
+    broken = []
+    for plugin in plugin_registry.plugins("kitchen.commands").values():
+        add = plugin.load()
+        if add is None:
+            broken.append(f"{plugin.name}: {plugin.why_not()}")
+        else:
+            add(subparsers)
+    if broken:
+        parser.epilog = "commands that could not be loaded: " + "; ".join(broken)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code. A KitchenError is shown as one message, without a traceback."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return EXIT_ERROR
+    try:
+        return options.func(options) or 0
+    except KitchenError as error:
+        print(f"kitchen {options.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--as", dest="simulate", metavar="SM", help="pretend to have this GPU: sm_70, sm_90, ...")
+    parser.add_argument("--name", help="name of the pretended GPU, such as 'NVIDIA GeForce GTX 1660'")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "doctor", help="what is installed, what each GPU can do, what would run and why",
+        description="Report versions, GPUs, plug-ins and the kernel that each op would use. Exit code 1: a problem.",
+    )  # fmt: skip
+    _add_device_options(parser)
+    parser.set_defaults(func=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from . import doctor
+
+    report = doctor.examine(options.simulate, options.name)
+    print(json.dumps(report, indent=2) if options.json else doctor.render(report))
+    return EXIT_PROBLEM if report["problems"] else 0
+
+
+def _add_explain(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "explain", help="which kernel would run one op, and why the others would not",
+        description="kitchen explain int8_linear -M 1 -N 3072 -K 3072 --as sm_90",
+    )  # fmt: skip
+    parser.add_argument("op")
+    for name, default in (("M", 1), ("N", 3072), ("K", 3072)):
+        parser.add_argument(f"-{name}", type=int, default=default)
+    for name, meaning in (("group", "quantization group"), ("rotation", "ConvRot group"), ("rank", "low-rank branch")):
+        parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
+    parser.add_argument("--bits", type=int, default=8, help="bits per weight")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--option", action="append", default=[], help="bias, residual, input_act=swiglu, ...")
+    _add_device_options(parser)
+    parser.set_defaults(func=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import torch
+
+    from . import doctor
+    from .explanation import explain
+
+    with doctor.pretend(options.simulate, options.name) as device:
+        result = explain(
+            options.op, M=options.M, N=options.N, K=options.K, dtype=getattr(torch, options.dtype), device=device,
+            group=options.group, rotation=options.rotation, rank=options.rank, bits=options.bits,
+            options=tuple(sorted(options.option)),
+        )  # fmt: skip
+        if options.json:
+            print(json.dumps(doctor.explanation_as_dict(result), indent=2))
+        else:
+            print(result)
+    return 0 if result.chosen is not None else EXIT_PROBLEM
+
+
+def _add_formats(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("formats", help="formats that are installed, and what to install for the others")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(func=_formats)
+
+
+def _formats(options: argparse.Namespace) -> int:
+    from .known_formats import KNOWN_FORMATS
+
+    installed = plugin_registry.plugins("kitchen.formats")
+    rows = []
+    for name in sorted({*KNOWN_FORMATS, *installed}):
+        package, _, short = KNOWN_FORMATS.get(name, ("", (), ""))
+        plugin = installed.get(name)
+        state = f"installed: {plugin.distribution}" if plugin else f"not installed: pip install {package}"
+        rows.append({"format": name, "short_name": short, "installed": plugin is not None, "state": state})
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        for row in rows:
+            print(f"{row['format']:18} {row['short_name']:10} {row['state']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""``kitchen doctor``: what is installed, what each GPU can do, what would run and why."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from . import plugins as plugin_registry
+from .abi import KITCHEN_ABI
+from .devices import DeviceFacts, device_facts, simulate, simulating
+from .explanation import explain
+from .ops._define import problem_builders
+from .registry import Explanation, load_providers
+
+# One call per op that stands for its use in a model, by the fields of a Problem.
+_LAYER = {"N": 3072, "K": 3072}
+TYPICAL = {
+    "int8_linear": {**_LAYER, "rotation": 256},
+    "int8_linear_fp16": {**_LAYER, "rotation": 256},
+    "int8_swiglu_mlp": {**_LAYER, "rotation": 256},
+    "w4a8_linear": {**_LAYER, "rotation": 256, "group": 16, "bits": 4},
+    "svdquant_linear": {**_LAYER, "rank": 32, "group": 64, "bits": 4},
+    "awq_linear": {**_LAYER, "group": 64, "bits": 4},
+    "quantize_and_rotate_rowwise": {"K": 3072, "rotation": 256, "out_dtype": torch.int8},
+}
+TYPICAL_M = (1, 4096)
+_TENSOR_CORES = ("int8", "fp16", "bf16", "fp8", "int4")
+
+
+@contextlib.contextmanager
+def pretend(arch: str | None, name: str | None = None) -> Iterator[str]:
+    """The device to explain for: the pretended GPU where ``arch`` is given, else the first real one, else the CPU."""
+    if arch is None:
+        yield "cuda:0" if torch.cuda.is_available() else "cpu"
+        return
+    with simulate(arch, name):
+        yield "cuda:0"
+
+
+def examine(arch: str | None = None, name: str | None = None) -> dict[str, Any]:
+    """The whole report as plain values; ``problems`` lists what a user should mend."""
+    load_providers()
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "driver": _driver(),
+        "plugins": _plugins(),
+        "devices": [],
+        "problems": [],
+    }
+    with pretend(arch, name) as device:
+        devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if arch is None else [device]
+        report["devices"] = [_device(d) for d in devices or ["cpu"]]
+    report["problems"] += [
+        f"plug-in {p['name']} ({p['distribution']}): {p['error']}" for p in report["plugins"] if p["error"]
+    ]
+    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+        report["problems"].append(
+            "nvidia-smi is here but torch sees no GPU: this torch is a CPU build, or its CUDA is newer than the driver"
+        )
+    return report
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "kitchen-core": version("kitchen-core"),
+        "kitchen ABI": str(KITCHEN_ABI),
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda or "none",
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+    }
+
+
+def _driver() -> str:
+    """The NVIDIA driver as nvidia-smi tells it, or why there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "no nvidia-smi: no NVIDIA driver here"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.split("\n")[0].strip() if done.returncode == 0 else f"nvidia-smi failed: {done.stderr.strip()}"
+
+
+def _plugins() -> list[dict[str, Any]]:
+    rows = []
+    for group in plugin_registry.GROUPS:
+        for plugin in plugin_registry.plugins(group).values():
+            loaded = plugin.load()
+            lines = loaded.doctor() if group == "kitchen.kernels" and loaded is not None else []
+            rows.append(
+                {
+                    "group": group,
+                    "name": plugin.name,
+                    "distribution": plugin.distribution,
+                    "error": plugin.why_not(),
+                    "notes": lines,
+                }
+            )
+    return rows
+
+
+def _device(device: str) -> dict[str, Any]:
+    facts = device_facts(device)
+    ops = {}
+    for op in sorted(problem_builders()):
+        fields = TYPICAL.get(op, _LAYER)
+        found = {m: explain(op, M=m, device=device, **fields) for m in TYPICAL_M}
+        ops[op] = {f"M={m}": explanation_as_dict(e) for m, e in found.items()}
+    return {"device": device, "facts": _facts(facts), "ops": ops}
+
+
+def _facts(facts: DeviceFacts) -> dict[str, Any]:
+    return {
+        "name": facts.name,
+        "arch": facts.arch,
+        "simulated": facts.simulated or simulating(),
+        "multiprocessors": facts.sm_count,
+        "shared memory per block (KiB)": facts.shared_memory_optin >> 10,
+        "L2 (MiB)": facts.l2_bytes >> 20,
+        "driver supports CUDA": f"{facts.driver_cuda // 1000}.{facts.driver_cuda % 1000 // 10}"
+        if facts.driver_cuda
+        else "",
+        "tensor cores": [kind for kind in _TENSOR_CORES if getattr(facts, f"{kind}_tensor_cores")],
+    }
+
+
+def explanation_as_dict(explanation: Explanation) -> dict[str, Any]:
+    """An Explanation as plain values."""
+    return {
+        "problem": str(explanation.problem),
+        "chosen": explanation.chosen.id if explanation.chosen else None,
+        "slow": bool(explanation.chosen and explanation.chosen.slow and explanation.facts.kind != "cpu"),
+        "candidates": [{"kernel": c.kernel.id, "reason": c.reason} for c in explanation.candidates],
+        "notes": list(explanation.notes),
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = ["Versions"]
+    lines += [f"  {name:14} {value}" for name, value in report["versions"].items()]
+    lines += [f"  {'driver':14} {report['driver']}", "Plug-ins"]
+    for plugin in report["plugins"]:
+        state = f"BROKEN: {plugin['error']}" if plugin["error"] else "ok"
+        lines.append(f"  {plugin['group']:16} {plugin['name']:18} {plugin['distribution']:30} {state}")
+        lines += [f"      {note}" for note in plugin["notes"]]
+    if not report["plugins"]:
+        lines.append("  none installed; formats come as packages: pip install kitchen-int8, kitchen-w4a8, ...")
+    for device in report["devices"]:
+        lines += _render_device(device)
+    lines.append("Problems" if report["problems"] else "No problems found")
+    lines += [f"  {problem}" for problem in report["problems"]]
+    return "\n".join(lines)
+
+
+def _render_device(device: dict[str, Any]) -> list[str]:
+    facts = device["facts"]
+    mark = " (simulated)" if facts["simulated"] else ""
+    lines = [f"Device {device['device']}: {facts['name']}, {facts['arch']}{mark}"]
+    if facts["arch"].startswith("sm_"):
+        cores = ", ".join(facts["tensor cores"]) or "none"
+        lines.append(f"  tensor cores: {cores}; driver supports CUDA {facts['driver supports CUDA'] or 'unknown'}")
+    for op, cases in device["ops"].items():
+        chosen = {m: case["chosen"] + (" (slow path)" if case["slow"] else "") for m, case in cases.items()}
+        what = chosen["M=1"] if len(set(chosen.values())) == 1 else ", ".join(f"{m}: {k}" for m, k in chosen.items())
+        lines.append(f"  {op:30} {what}")
+        for candidate in cases["M=1"]["candidates"]:
+            if candidate["reason"] and not candidate["reason"].startswith("composes"):
+                lines.append(f"      {candidate['kernel']}: {candidate['reason']}")
+    return lines

@@ -1,0 +1,32 @@
+"""``explain``: which kernel would run a call, and why the others would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError
+from .ops._define import problem_builders
+from .registry import Explanation, Problem, explain_problem
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Every candidate kernel for a call of ``op`` with its reason in words, and the choice; nothing is run.
+
+    ``explain("int8_linear", x, weight, weight_scale)`` takes the op's own arguments;
+    ``explain("int8_linear", M=1, N=3072, K=3072, dtype=torch.bfloat16, device="cuda")`` takes a problem's fields,
+    for a device that need not be there when one is simulated. Print the result, or read ``candidates`` and ``chosen``.
+    Raises UnsupportedError for an unknown op, or arguments that the op itself would refuse.
+    """
+    builders = problem_builders()
+    if op not in builders:
+        raise UnsupportedError(f"unknown op {op!r}; known: {', '.join(sorted(builders))}")
+    if args:
+        return explain_problem(builders[op](*args, **kwargs))
+    fields = {"M": 1, "N": 1, "K": 1, "dtype": torch.bfloat16, "device": "cpu", **kwargs}
+    fields.setdefault("out_dtype", fields["dtype"])
+    unknown = set(fields) - set(Problem._fields)
+    if unknown:
+        raise UnsupportedError(f"unknown fields {sorted(unknown)}; a problem has {', '.join(Problem._fields[1:])}")
+    return explain_problem(Problem(op=op, **{**fields, "device": torch.device(fields["device"])}))

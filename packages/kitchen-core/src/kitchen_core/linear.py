@@ -1,0 +1,177 @@
+"""QuantizedLinear: the module form, an nn.Linear over a format's plain tensors.
+
+For frameworks that swap ``.data``, wrap ``nn.Linear`` (PEFT), or walk parameters and state dicts (offloaders,
+safetensors). Its state dict is the checkpoint: the format's keys and the ``comfy_quant`` marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .activation import QuantizedActivation, cast_for_autocast
+from .errors import FormatError, InferenceOnlyError
+from .formats import Format, Tensors, get_format, marker_tensor, read_marker
+
+MARKER = "comfy_quant"
+
+
+class QuantizedLinear(nn.Linear):
+    """A quantized nn.Linear. ``in_features``, ``out_features``, ``bias`` and ``weight.device`` tell the truth;
+    ``weight`` holds the codes, ``compute_dtype`` the float dtype that the layer stands for.
+    """
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        format: type[Format] | str,
+        config: Any,
+        bias: torch.Tensor | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        nn.Module.__init__(self)  # not nn.Linear's: no dense weight is allocated
+        self.format = get_format(format) if isinstance(format, str) else format
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.format.check_names(tensors)
+        self.format.check(tensors, config)
+        self.out_features, self.in_features = self.format.shape(tensors, config)
+        for key, tensor in self.format.state_dict(tensors).items():
+            self.register_parameter(key, nn.Parameter(tensor, requires_grad=False))
+        device = tensors[self.format.tensors[0].name].device
+        self.register_buffer(MARKER, marker_tensor(self.format.marker(config)).to(device))
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, format: type[Format] | str, seed: int = 0, calibration: Any = None, **options: Any
+    ) -> QuantizedLinear:
+        """Quantize an nn.Linear; ``options`` are those of the format's ``config_for``. Keeps device, dtype and bias."""
+        format = get_format(format) if isinstance(format, str) else format
+        weight = linear.weight.detach()
+        config = format.config_for(*weight.shape, **options)
+        given = {} if calibration is None else {"calibration": calibration}
+        tensors = format.quantize(weight, config, seed=seed, **given)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(tensors, format, config, bias, weight.dtype)
+
+    # ------------------------------------------------------------------------------------------------- running
+
+    def inner(self) -> Tensors:
+        """The format's tensors by name, without copies."""
+        parameters = self._parameters
+        return {s.name: parameters[s.key] for s in self.format.tensors if parameters.get(s.key) is not None}
+
+    def forward(
+        self,
+        x: torch.Tensor | QuantizedActivation,
+        input_act: str = "none",
+        input_act_weight: torch.Tensor | None = None,
+        input_act_eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        residual_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [..., K] (2K for swiglu and situ), or a QuantizedActivation -> [..., N] in x's dtype."""
+        tensors = self.inner()
+        if isinstance(x, QuantizedActivation):
+            traits = self.format.activation_traits(tensors, self.config)
+            x.check_fits(self.format.activation_kind, traits, self.in_features, self.compute_dtype, self.weight.device)
+            return self.format.linear_quantized(
+                x, tensors, self.config, self.bias, x.dtype, residual, residual_scale
+            )  # fmt: skip
+        x = cast_for_autocast(x)
+        return self.format.linear(
+            x, tensors, self.config, self.bias, None, input_act, input_act_weight, input_act_eps, residual,
+            residual_scale,
+        )  # fmt: skip
+
+    linear_input_act = forward
+
+    def quantize_activation(self, x: torch.Tensor, **input_act: Any) -> QuantizedActivation:
+        """x quantized for this layer and for every other that shares its traits."""
+        return self.format.quantize_activation(x, self.inner(), self.config, **input_act)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The dense weight [N, K], rounded once to ``dtype`` (the layer's compute dtype where None)."""
+        return self.format.dequantize(self.inner(), self.config, dtype or self.compute_dtype)
+
+    def requantize_(self, weight: torch.Tensor, seed: int = 0) -> QuantizedLinear:
+        """Replace the weight by another float weight in the same format and config (to merge a LoRA)."""
+        made = self.format.requantize(self.inner(), self.config, weight, seed)
+        for key, tensor in self.format.state_dict(made).items():
+            self._parameters[key].data = tensor.to(self._parameters[key].device)
+        return self
+
+    def extra_repr(self) -> str:
+        """in_features=..., out_features=..., bias=..., format, config"""
+        return f"{super().extra_repr()}, {self.format.name}, {self.config}"
+
+    # ------------------------------------------------------------------------------------- moving and loading
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedLinear:
+        """Quantized layers are inference only."""
+        if requires_grad:
+            raise InferenceOnlyError("a quantized layer has no weight gradient; train a LoRA beside it")
+        return self
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
+        """.to(), .half(), .cuda(): stored tensors move and keep their dtypes; bias and compute_dtype follow."""
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            probe = fn(tensor.new_empty(0))
+            return fn(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight.device)).dtype
+        bias = self._parameters.pop("bias")
+        try:
+            super()._apply(keep_dtype, recurse)
+        finally:
+            self._parameters["bias"] = bias
+        if bias is not None:
+            self._parameters["bias"] = nn.Parameter(fn(bias.detach()), requires_grad=False)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        """Accept every spelling of the format's keys; refuse a marker that says another config."""
+        for spec in self.format.tensors:
+            for alias in spec.aliases:
+                if prefix + alias in state_dict and prefix + spec.key not in state_dict:
+                    state_dict[prefix + spec.key] = state_dict.pop(prefix + alias)
+            mine, given = self._parameters.get(spec.key), state_dict.get(prefix + spec.key)
+            if (
+                mine is not None
+                and given is not None
+                and (mine.dtype, given.dtype) == (torch.float8_e4m3fn, torch.uint8)
+            ):
+                state_dict[prefix + spec.key] = given.view(mine.dtype)  # bytes of e4m3, not numbers to convert
+        marker = state_dict.get(prefix + MARKER)
+        if marker is not None and marker.device.type != "meta":
+            self._check_marker(prefix, read_marker(marker))
+            state_dict = {**state_dict, prefix + MARKER: self._buffers[MARKER]}  # ours says the superset of fields
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        if prefix + MARKER in missing:
+            missing.remove(prefix + MARKER)
+
+    def _check_marker(self, prefix: str, marker: dict[str, Any]) -> None:
+        if not marker:
+            return
+        shapes = {name: tuple(t.shape) for name, t in self.inner().items()}
+        found = get_format(marker.get("format", self.format.name))
+        config = found.config_from_marker(marker, shapes) if found is self.format else None
+        if config != self.config:
+            raise FormatError(
+                f"layer {prefix.rstrip('.')!r}: the file says {marker}, the module was made for {self.format.name} with "
+                f"{self.config}; load the file with kitchen_models.load, which reads each layer's own marker"
+            )

@@ -1,0 +1,69 @@
+"""How an op is declared: schema, checks, fake, eager reference, dispatch. One library, ``kitchen``, for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .. import _overrides
+from ..devices import DeviceFacts
+from ..registry import Kernel, Problem, register, remember, remembered, select
+
+_library = torch.library.Library("kitchen", "DEF")  # a second DEF of the namespace would raise: keep the only one
+
+_problem_builders: dict[str, Callable[..., Problem]] = {}
+
+EAGER_PRIORITY = 0
+COMPOSED_PRIORITY = 10
+
+
+def _always(problem: Problem, facts: DeviceFacts) -> None:
+    return None
+
+
+def _on_cuda(problem: Problem, facts: DeviceFacts) -> str | None:
+    return None if facts.kind == "cuda" else "composes GPU kernels; tensors are not on a CUDA device"
+
+
+def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, reference: Callable) -> None:
+    """Declare ``torch.ops.kitchen.<name>``.
+
+    ``problem(*args)`` checks the arguments (raising UnsupportedError) and returns the Problem; ``fake(*args)`` returns
+    empty outputs of the right shape, dtype and device; ``reference(*args)`` is the meaning of the op in plain PyTorch.
+    All three take the op's arguments. It is called once per op, when the module that holds it is imported.
+    """
+    name = schema.partition("(")[0]
+    _problem_builders[name] = problem
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    register(Kernel(name, "eager", reference, _always, EAGER_PRIORITY, slow=True))
+
+    def dispatch(*args, **kwargs):
+        if _overrides.depth or kwargs:
+            return select(problem(*args, **kwargs)).function(*args, **kwargs)
+        signature = (name, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
+        kernel = remembered(signature)
+        if kernel is None:  # checks and choice depend on nothing but the signature, so both are done once for it
+            kernel = select(problem(*args))
+            remember(signature, kernel)
+        return kernel.function(*args)
+
+    def checked_fake(*args, **kwargs):
+        problem(*args, **kwargs)
+        return fake(*args, **kwargs)
+
+    _library.impl(name, dispatch, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kitchen::{name}", checked_fake, lib=_library)
+
+
+def compose(op: str, function: Callable) -> None:
+    """Register ``function``, which calls other ops of kitchen, as the way to run ``op`` on a GPU without its own kernel.
+
+    Each inner op chooses its kernel, so one fast part is used even where the rest is eager.
+    """
+    register(Kernel(op, "composed", function, _on_cuda, COMPOSED_PRIORITY))
+
+
+def problem_builders() -> dict[str, Callable[..., Problem]]:
+    """For each op, the function that checks its arguments and says what they ask for."""
+    return _problem_builders

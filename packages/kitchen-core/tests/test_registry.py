@@ -1,0 +1,166 @@
+"""Selection, explanation, forcing, tracing, warnings and simulated devices."""
+
+import logging
+import threading
+
+import pytest
+import torch
+from kitchen_core import UnsupportedError, explain, ops, registry, simulate, trace, use
+from kitchen_core.registry import Kernel, Problem
+
+
+def problem(op="int8_linear", **fields):
+    base = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "M": 1, "N": 8, "K": 8}
+    return Problem(op=op, **{**base, **fields})
+
+
+@pytest.fixture
+def added():
+    """A function that registers kernels for one test."""
+    kernels = []
+
+    def add(**fields):
+        base = {"op": "int8_linear", "function": lambda *a: "ran", "supports": lambda p, f: None, "priority": 50}
+        kernel = Kernel(**{**base, "provider": "test", **fields})
+        kernels.append(kernel)
+        registry.register(kernel)
+        return kernel
+
+    yield add
+    registry.unregister(*kernels)
+
+
+def test_highest_priority_that_supports_is_chosen(added):
+    low = added(name="low", priority=40)
+    added(name="refuses", priority=60, supports=lambda p, f: "never")
+    assert registry.select(problem()) is low
+
+
+def test_choice_depends_on_the_problem_and_is_remembered(added):
+    asked = []
+    small = added(name="small", supports=lambda p, f: asked.append(p) or (None if p.M <= 4 else "M > 4"))
+    assert registry.select(problem(M=4)) is small
+    assert registry.select(problem(M=4)) is small
+    assert len(asked) == 1, "the second selection must come from the table"
+    assert registry.select(problem(M=5)).id == registry.EAGER
+
+
+def test_registering_forgets_earlier_choices(added):
+    assert registry.select(problem()).id == registry.EAGER
+    better = added(name="better")
+    assert registry.select(problem()) is better
+
+
+def test_use_forces_and_restores(added):
+    added(name="fast")
+    with use("core/eager"):
+        assert registry.select(problem()).id == "core/eager"
+    assert registry.select(problem()).id == "test/fast"
+
+
+def test_forced_kernel_that_cannot_run_raises_with_its_reason(added):
+    added(name="picky", supports=lambda p, f: "K must be 12345")
+    with use("test/picky"), pytest.raises(UnsupportedError, match="K must be 12345"):
+        registry.select(problem())
+
+
+def test_use_of_an_unknown_kernel_lists_the_known(added):
+    with pytest.raises(UnsupportedError, match="core/eager"), use("no/such"):
+        pass
+
+
+def test_forced_kernel_leaves_ops_that_it_does_not_serve_alone(added):
+    added(name="fast")
+    with use("test/fast"):
+        assert registry.select(problem("dequantize_int8")).id == "core/eager"
+
+
+def test_forcing_by_environment(added, monkeypatch):
+    added(name="fast")
+    registry.register()  # forget choices
+    monkeypatch.setenv("KITCHEN_USE", "int8_linear=core/eager")
+    with simulate("sm_90"):  # simulated devices are never remembered
+        assert registry.select(problem()).id == "core/eager"
+        assert registry.select(problem("int8_scaled_mm", dtype=torch.int8)).id == "core/eager"
+
+
+def test_forcing_is_per_thread(added):
+    added(name="fast")
+    seen = {}
+    with use("core/eager"):
+        thread = threading.Thread(target=lambda: seen.setdefault("other", registry.select(problem()).id))
+        thread.start()
+        thread.join()
+        seen["mine"] = registry.select(problem()).id
+    assert seen == {"other": "test/fast", "mine": "core/eager"}
+
+
+def test_registration_and_selection_race_freely(added):
+    errors = []
+
+    def work(n):
+        try:
+            for i in range(200):
+                kernel = Kernel("int8_linear", f"t{n}", lambda *a: None, lambda p, f: None, 20 + n, "race")
+                registry.register(kernel)
+                assert registry.select(problem(M=i)).op == "int8_linear"
+                registry.unregister(kernel)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert registry.select(problem()).id == registry.EAGER
+
+
+def test_explain_takes_arguments_or_fields(added):
+    added(name="picky", supports=lambda p, f: f"wants sm_90, is {f.arch}")
+    x, weight = torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.int8)
+    by_arguments = explain("int8_linear", x, weight, torch.ones(4))
+    assert by_arguments.problem[:7] == ("int8_linear", x.device, torch.float32, torch.float32, 3, 4, 8)
+    assert "wants sm_90, is cpu" in str(by_arguments)
+    with simulate("sm_75"):
+        by_fields = explain("int8_linear", M=3, N=4, K=8, device="cuda:3")
+    assert "wants sm_90, is sm_75" in str(by_fields)
+    assert by_fields.facts.name == "Tesla T4"
+
+
+def test_explain_refuses_unknown_words():
+    with pytest.raises(UnsupportedError, match="unknown op 'int9_linear'; known: "):
+        explain("int9_linear")
+    with pytest.raises(UnsupportedError, match="unknown fields"):
+        explain("int8_linear", rows=3)
+
+
+def test_trace_records_what_ran():
+    x, weight = torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.int8)
+    with trace() as calls:
+        ops.int8_linear(x, weight, torch.ones(4))
+    assert calls == [("int8_linear", "core/eager")]
+
+
+def test_slow_path_on_a_gpu_is_told_once(caplog):
+    registry._warned.clear()
+    with simulate("sm_90"), caplog.at_level(logging.WARNING, "kitchen"):
+        for _ in range(3):
+            registry.select(problem("int8_linear_fp16", device=torch.device("cuda:0")))
+    told = [r for r in caplog.records if "slow path" in r.message]
+    assert len(told) == 1
+    assert "int8_linear_fp16" in told[0].message
+    assert "NVIDIA H200" in told[0].message
+
+
+def test_slow_path_is_an_error_in_strict_mode(monkeypatch):
+    monkeypatch.setenv("KITCHEN_STRICT", "1")
+    with simulate("sm_90"), pytest.raises(UnsupportedError, match="KITCHEN_STRICT=1"):
+        registry.select(problem("int8_linear_fp16", device=torch.device("cuda:0")))
+
+
+def test_cpu_is_no_slow_path(caplog):
+    with caplog.at_level(logging.WARNING, "kitchen"):
+        registry.select(problem())
+    assert not caplog.records
