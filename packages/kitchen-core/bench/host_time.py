@@ -20,6 +20,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+
 from kitchen_core import Kernel, QuantizedLinear, QuantizedTensor, int8_linear, register
 
 CALLS = 10_000

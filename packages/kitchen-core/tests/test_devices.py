@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+
 from kitchen_core import UnsupportedError, device_facts, simulate
 from kitchen_core.devices import SIMULATED_PARTS, simulated_facts, simulating
 

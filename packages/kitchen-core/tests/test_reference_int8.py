@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kitchen_core import UnsupportedError, ops
 from kitchen_core.arithmetic import apply_input_act, hadamard_rotate
 from kitchen_core.testing import (
@@ -242,7 +243,7 @@ def test_scaled_mm_is_the_second_half():
 
 
 def test_fp16_form_is_bit_equal_and_its_second_mode_more_accurate():
-    weight, codes, scale = layer(64, 1024, 256)
+    _, codes, scale = layer(64, 1024, 256)
     x = torch.randn(16, 1024)
     exact = x.double() @ ops.dequantize_int8(codes, scale, convrot_groupsize=256).double().T
     int8 = ops.int8_linear(x, codes, scale, convrot_groupsize=256)

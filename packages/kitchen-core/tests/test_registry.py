@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+
 from kitchen_core import UnsupportedError, explain, ops, registry, simulate, trace, use
 from kitchen_core.registry import Kernel, Problem
 

@@ -15,6 +15,7 @@ from torch import nn
 from .activation import QuantizedActivation, cast_for_autocast
 from .errors import FormatError, InferenceOnlyError
 from .formats import Format, Tensors, get_format, marker_tensor, read_marker
+from .pickling import hide_float8, restore_float8
 
 MARKER = "comfy_quant"
 
@@ -104,6 +105,16 @@ class QuantizedLinear(nn.Linear):
         for key, tensor in self.format.state_dict(made).items():
             self._parameters[key].data = tensor.to(self._parameters[key].device)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        present, hidden = hide_float8({k: p for k, p in self._parameters.items() if p is not None})
+        return {**self.__dict__, "_parameters": {**self._parameters, **present}, "_hidden_float8": hidden}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        hidden = state.pop("_hidden_float8")
+        shown = restore_float8({k: state["_parameters"][k] for k in hidden}, hidden)
+        parameters = {k: nn.Parameter(t, requires_grad=False) for k, t in shown.items()}
+        super().__setstate__({**state, "_parameters": {**state["_parameters"], **parameters}})
 
     def extra_repr(self) -> str:
         """in_features=..., out_features=..., bias=..., format, config"""

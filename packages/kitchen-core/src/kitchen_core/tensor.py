@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from .activation import QuantizedActivation, cast_for_autocast
 from .errors import FormatError, InferenceOnlyError, UnsupportedError
 from .formats import Format, Tensors, get_format
+from .pickling import hide_float8, restore_float8
 
 log = logging.getLogger("kitchen")
 aten = torch.ops.aten
@@ -183,7 +184,8 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         config = dataclasses.asdict(self.config)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        return _rebuild, (self._format.name, config, self.inner(), self.dtype, self.transposed, is_parameter)
+        tensors, hidden = hide_float8(self.inner())
+        return _rebuild, (self._format.name, config, tensors, hidden, self.dtype, self.transposed, is_parameter)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:
         """Quantized weights have no gradient: only False is taken."""
@@ -225,10 +227,17 @@ class QuantizedTensor(torch.Tensor):
 
 
 def _rebuild(
-    format_name: str, config: dict[str, Any], tensors: Tensors, dtype: torch.dtype, transposed: bool, is_parameter: bool
+    format_name: str,
+    config: dict[str, Any],
+    tensors: Tensors,
+    hidden: dict[str, torch.dtype],
+    dtype: torch.dtype,
+    transposed: bool,
+    is_parameter: bool,
 ) -> QuantizedTensor:
     """Undo __reduce_ex__. It takes plain values only, so that torch.load(weights_only=True) can call it."""
     format = get_format(format_name)
+    tensors = restore_float8(tensors, hidden)
     made = QuantizedTensor(tensors, format, format.Config(**config), dtype, transposed)
     return torch.nn.Parameter(made, requires_grad=False) if is_parameter else made
 

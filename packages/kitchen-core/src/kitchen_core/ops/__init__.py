@@ -17,6 +17,7 @@ from .svdquant import (
     svdquant_linear,
 )
 from .w4a8 import (
+    W4A8_LEVELS,
     QuantizedW4A8Weight,
     check_w4a8_group,
     decode_w4a8_weight,
@@ -28,6 +29,7 @@ from .w4a8 import (
 )
 
 __all__ = [
+    "W4A8_LEVELS",
     "QuantizedW4A8Weight",
     "awq_linear",
     "check_w4a8_group",

@@ -26,7 +26,7 @@ def awq_linear(
 ):  # fmt: skip
     weight = dequantize_awq(qweight, wscales, wzeros, group_size, weight_dtype or x.dtype)
     h = apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    y = h @ weight.float().t()
+    y = h.contiguous() @ weight.float().t()  # contiguous, so that the strides of x do not choose the BLAS routine
     if bias is not None:
         y = y + bias.float()
     if residual_scale is not None:

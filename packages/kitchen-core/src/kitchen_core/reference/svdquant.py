@@ -23,10 +23,9 @@ def levels(act_unsigned: bool) -> tuple[int, int]:
 
 
 def quantize_svdquant_w4a4(x, smooth, proj_down, act_unsigned=False, lora_x=None):
-    raw = x if lora_x is None else lora_x
     k = x.shape[-1]
     m = x.numel() // k
-    lora_act = raw.reshape(m, k).float() @ proj_down.float()
+    lora_act = low_rank_input(x if lora_x is None else lora_x, proj_down)
     groups = (x.float() / smooth.float().reshape(-1)).reshape(m, k // GROUP, GROUP)
     low, high = levels(act_unsigned)
     absmax = groups.abs().amax(-1, keepdim=True)
@@ -35,6 +34,12 @@ def quantize_svdquant_w4a4(x, smooth, proj_down, act_unsigned=False, lora_x=None
     codes = round_codes(torch.where(finite, groups / scale, 0.0), low, high)
     scale = torch.where(finite, scale, float("nan"))
     return pack_nibbles(codes.to(torch.int8).reshape(m, k)), scale.reshape(m, k // GROUP).t().contiguous(), lora_act
+
+
+def low_rank_input(x: torch.Tensor, proj_down: torch.Tensor) -> torch.Tensor:
+    """x @ proj_down in fp32, [M, R]. Made contiguous first, so that the strides of x do not choose the BLAS routine."""
+    k = x.shape[-1]
+    return x.float().reshape(x.numel() // k, k).contiguous() @ proj_down.float()
 
 
 def scaled_mm_svdquant_w4a4(

@@ -1,0 +1,39 @@
+"""Check that the public functions of the ops have docstrings with every field, in order.
+
+Fields: a summary line, Shapes, Dtypes and units, Layout, Returns, Raises, Devices, Source. Exit code 1 lists what misses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+
+import kitchen_core.ops as ops
+from kitchen_core.ops._define import problem_builders
+
+FIELDS = ("Shapes", "Dtypes and units", "Layout", "Returns", "Raises", "Devices", "Source")
+
+
+def problems_of(name: str) -> list[str]:
+    """What the docstring of one op's public function lacks."""
+    function = getattr(ops, name, None)
+    if function is None:
+        return [f"{name}: the op has no public function in kitchen_core.ops"]
+    text = inspect.getdoc(function) or ""
+    at = [re.search(rf"^{field}: ", text, re.MULTILINE) for field in FIELDS]
+    missing = [field for field, found in zip(FIELDS, at, strict=True) if not found]
+    if missing:
+        return [f"{name}: docstring lacks {', '.join(missing)}"]
+    starts = [found.start() for found in at]
+    return [] if starts == sorted(starts) else [f"{name}: docstring fields are not in the order {', '.join(FIELDS)}"]
+
+
+def main() -> int:
+    problems = [problem for name in sorted(problem_builders()) for problem in problems_of(name)]
+    print("\n".join(problems) or f"{len(problem_builders())} ops have every docstring field")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
