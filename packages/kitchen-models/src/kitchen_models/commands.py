@@ -1,0 +1,147 @@
+"""The subcommands that kitchen-models adds to ``kitchen``. Nothing heavy is imported before one of them runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def inspect_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen inspect``."""
+    parser = subparsers.add_parser(
+        "inspect", help="what is in a checkpoint, from its header alone",
+        description="List layers, formats, shapes and bytes. No weight is read. Exit code 1: a layer has a problem.",
+    )  # fmt: skip
+    parser.add_argument("file", help="a .safetensors file, or the .safetensors.index.json of a sharded one")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(func=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .inspect import inspect_file, render
+
+    report = inspect_file(options.file)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        render(report)
+    return 1 if report["problems"] else 0
+
+
+def quantize_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen quantize``."""
+    parser = subparsers.add_parser(
+        "quantize", help="quantize a checkpoint of any size",
+        description="Quantize the linear layers of a safetensors file, layer by layer. Without --format only layers that a "
+        "rule names are touched. Embeddings, norms, the output head and layers under 64 features stay as they are unless "
+        "a rule names them. OUT appears complete or not at all.",
+    )  # fmt: skip
+    parser.add_argument(
+        "input", metavar="IN", help="a .safetensors file, or the .safetensors.index.json of a sharded one"
+    )
+    parser.add_argument("output", metavar="OUT", help="the .safetensors file to write")
+    parser.add_argument("--format", help="format of all layers that no rule names: int8, w4a8, w6a8, awq, svdquant")
+    parser.add_argument(
+        "--rules", action="append", default=[], metavar="PATTERN=FORMAT,...",
+        help="which layers get which format; the first that matches wins; FORMAT none leaves a layer; PATTERN is a name, "
+        "a glob or re:REGEX (full match); options in brackets: '*.mlp.*=w4a8(group_size=32)'",
+    )  # fmt: skip
+    parser.add_argument("--rules-file", metavar="FILE", help="rules, one a line, asked after those of --rules")
+    parser.add_argument("--group-size", type=int, metavar="G", help="quantization group of --format")
+    parser.add_argument("--convrot-groupsize", type=int, metavar="G", help="rotation group of --format; 0: no rotation")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank of the low-rank branch of --format")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="any other option of --format"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list every layer, its rule and the reason; write nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    parser.set_defaults(func=_quantize)
+
+
+def _quantize(options: argparse.Namespace) -> int:
+    from kitchen_core.errors import UnsupportedError
+
+    from .console import print_table, progress_bar
+    from .quantize import quantize_file
+    from .rules import Rules, parse_option, shown
+
+    rules = [*options.rules, *(Rules.read(options.rules_file) if options.rules_file else [])]
+    if not rules and options.format is None:
+        raise UnsupportedError("nothing says what to do: give --format, --rules or --rules-file")
+    given = dict(parse_option(text) for text in options.option)
+    for name in ("group_size", "convrot_groupsize", "rank"):
+        if getattr(options, name) is not None:
+            given[name] = getattr(options, name)
+    with progress_bar() as progress:
+        report = quantize_file(
+            options.input, options.output, rules, options.format, given, options.dry_run, progress
+        )  # fmt: skip
+    if options.json:
+        print(json.dumps({**report.as_json(), "dry_run": options.dry_run, "summary": report.summary()}, indent=2))
+        return 0
+    if options.dry_run:
+        print_table(
+            ["layer", "shape", "dtype", "format", "config", "rule", "reason"], [shown(d) for d in report.decisions]
+        )
+    ending = "dry run: nothing was written" if options.dry_run else f"{report.seconds:.1f} s: {options.output}"
+    print(f"{report.summary()}; {ending}")
+    return 0
+
+
+def verify_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen verify``."""
+    parser = subparsers.add_parser(
+        "verify", help="per-layer error of a quantized checkpoint against its original",
+        description="Compare the weights layer by layer, worst first. Exit code 1: --max-error is exceeded, or a tensor "
+        "of the original is missing.",
+    )  # fmt: skip
+    parser.add_argument("original", metavar="A", help="the checkpoint before quantization")
+    parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
+    parser.add_argument("--plot", metavar="OUT.png", help="draw the errors of the worst layers")
+    parser.add_argument("--max-error", type=float, metavar="E", help="largest relative L2 error allowed for a layer")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(func=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    import sys
+
+    from . import verify
+
+    result = verify.verify_files(options.original, options.quantized)
+    if options.plot:
+        verify.plot(result, options.plot)
+    if options.json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        verify.render(result)
+    over = [e for e in result.layers if options.max_error is not None and not e.relative_l2 <= options.max_error]
+    if over:
+        print(f"kitchen verify: {len(over)} layers exceed --max-error {options.max_error:g}", file=sys.stderr)
+    return 1 if over or result.missing else 0
+
+
+def demo_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen demo``."""
+    parser = subparsers.add_parser(
+        "demo", help="quantize a real model with each installed format and compare what it computes",
+        description="all-MiniLM-L6-v2, its weights from an installed package: quantize, load, embed sentences, compare "
+        "with fp32. Nothing is downloaded. Exit code 1: a format falls below its threshold.",
+    )  # fmt: skip
+    parser.add_argument("--format", action="append", help="only this format; may be repeated")
+    parser.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(func=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from . import demo
+
+    report = demo.run(options.format, options.device)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        demo.render(report)
+    return 0 if report["passed"] else 1

@@ -1,0 +1,312 @@
+"""Quantizing a checkpoint file, streamed layer by layer, and a model in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kitchen_core import QuantizedLinear
+from kitchen_core.errors import FormatError, UnsupportedError
+
+from .dialect import MARKER, StoredLayer, find_layers, header_metadata, marker_bytes, naming
+from .files import TORCH_DTYPES, Checkpoint, open_binary, printable
+from .rows import check_finite, output_shapes, quantize_rows
+from .rules import Decision, Rules, decide, layer_of
+from .writer import Planned, writing
+
+Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was, or would be, done to each layer. ``bytes_*`` are file sizes, or bytes of the weights of a model."""
+
+    decisions: tuple[Decision, ...]
+    bytes_before: int
+    bytes_after: int
+    seconds: float = 0.0
+    path: str = ""
+
+    @property
+    def quantized(self) -> tuple[Decision, ...]:
+        """The layers that got a format."""
+        return tuple(d for d in self.decisions if d.format is not None)
+
+    @property
+    def left(self) -> tuple[Decision, ...]:
+        """The float matrices that stayed as they are; their ``reason`` says why."""
+        return tuple(d for d in self.decisions if d.format is None and d.is_matrix)
+
+    def by_format(self) -> dict[str, int]:
+        """How many layers each format got."""
+        return dict(Counter(d.format.name for d in self.quantized))
+
+    def summary(self) -> str:
+        """One line: layers by format, GiB before and after, what was left and why."""
+        formats = ", ".join(f"{count} {name}" for name, count in self.by_format().items()) or "none"
+        sizes = f"{self.bytes_before / 2**30:.3f} -> {self.bytes_after / 2**30:.3f} GiB"
+        reasons = Counter(d.reason for d in self.left)
+        shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+        more = f"; {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
+        left = f"; {len(self.left)} matrices left: {shown}{more}" if self.left else "; no matrix left"
+        return f"{len(self.quantized)} layers quantized ({formats}), {sizes}{left}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "layers": [d.as_json() for d in self.decisions],
+            "by_format": self.by_format(),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "seconds": self.seconds,
+            "path": self.path,
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def quantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    rules: Any = (),
+    format: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Quantize a safetensors file, or a sharded one by its index, into one file in the comfy dialect.
+
+    Layers are read, quantized and written one at a time, so that memory does not grow with the file. The target appears
+    complete or not at all. ``rules``, ``format`` and ``options`` as in ``Rules.of``. Layers that are quantized already
+    are copied with their markers; everything else is copied byte for byte.
+    Raises FormatError for a bad source, UnsupportedError, naming the layer, for a weight with inf or NaN, and where no
+    layer at all would be quantized; nothing is written then.
+    """
+    started = time.perf_counter()
+    rules = Rules.of(rules, format, options)
+    checkpoint = Checkpoint.open(source)
+    _refuse_same(checkpoint, Path(target))
+    stored = find_layers(checkpoint)
+    decisions = plan(checkpoint, stored, rules)
+    chosen = {d.layer: d for d in decisions if d.format is not None}
+    if not chosen:
+        report = Report(decisions, checkpoint.file_bytes, checkpoint.file_bytes)
+        raise UnsupportedError(f"nothing to do: {report.summary()}; see all reasons with --dry-run, or write a rule")
+    planned, markers = _outputs(checkpoint, chosen)
+    markers |= {name: layer.marker for name, layer in stored.items()}
+    bytes_after = sum(p.nbytes for p in planned)
+    if not dry_run:
+        _refuse_clashes(planned)
+        metadata = _metadata(checkpoint, decisions, markers, progress)
+        with writing(Path(target), planned, metadata) as writer:
+            _stream(checkpoint, chosen, writer, progress)
+            bytes_after = writer.file_bytes
+    checkpoint.close()
+    return Report(decisions, checkpoint.file_bytes, bytes_after, time.perf_counter() - started, str(target))
+
+
+def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules) -> tuple[Decision, ...]:
+    """What the rules say of each weight of a checkpoint, in the order of its names; headers only."""
+    made = []
+    for key in checkpoint.tensors:
+        layer = layer_of(key)
+        if layer is None:
+            continue
+        info = checkpoint.tensors[key]
+        keep = f"quantized already: {stored[layer].format_name}" if layer in stored else ""
+        made.append(decide(layer, info.shape, TORCH_DTYPES.get(info.dtype), rules, keep))
+    return tuple(sorted(made, key=lambda d: _natural(d.layer)))
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(word), "") if word.isdecimal() and len(word) < 19 else (-1, word) for word in name.split(".")]
+
+
+def _key(layer: str, rest: str) -> str:
+    return f"{layer}.{rest}" if layer else rest
+
+
+def _outputs(checkpoint: Checkpoint, chosen: Mapping[str, Decision]) -> tuple[list[Planned], dict[str, dict[str, Any]]]:
+    """The tensors of the new file, in the source's order, and the markers of the new layers."""
+    planned, markers = [], {}
+    for info in checkpoint.in_file_order():
+        decision = chosen.get(layer_of(info.name)) if layer_of(info.name) is not None else None
+        if decision is None:
+            planned.append(Planned(info.name, info.dtype, info.shape))
+            continue
+        with naming(decision.layer):
+            shapes = output_shapes(decision.format, decision.config, *decision.shape, decision.dtype)
+            empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
+            decision.format.check_names(empty)
+            state = decision.format.state_dict(empty, _key(decision.layer, ""))
+            planned += [Planned.of(key, tensor) for key, tensor in state.items()]
+            markers[decision.layer] = decision.format.marker(decision.config)
+            planned.append(Planned.of(_key(decision.layer, MARKER), marker_bytes(markers[decision.layer])))
+    return planned, markers
+
+
+def _stream(checkpoint: Checkpoint, chosen: Mapping[str, Decision], writer: Any, progress: Progress | None) -> None:
+    done, total = 0, checkpoint.nbytes
+    for info in checkpoint.in_file_order():
+        layer = layer_of(info.name)
+        if progress:
+            progress(printable(info.name), done, total)
+        if layer is None or layer not in chosen:
+            writer.put_blocks(info.name, checkpoint.blocks(info.name))
+        else:
+            _put_layer(checkpoint, chosen[layer], info.name, writer)
+        done += info.nbytes
+    if progress:
+        progress("done", done, total)
+
+
+def _put_layer(checkpoint: Checkpoint, decision: Decision, key: str, writer: Any) -> None:
+    format, config = decision.format, decision.config
+    with naming(decision.layer):
+        tensors = quantize_rows(
+            lambda rows: checkpoint.read(key, rows), format, config, decision.shape, decision.dtype
+        )  # fmt: skip
+        format.check(tensors, config)
+        for name, tensor in format.state_dict(tensors, _key(decision.layer, "")).items():
+            writer.put(name, tensor)
+        writer.put(_key(decision.layer, MARKER), marker_bytes(format.marker(config)))
+
+
+def _metadata(
+    checkpoint: Checkpoint,
+    decisions: tuple[Decision, ...],
+    markers: dict[str, dict[str, Any]],
+    progress: Progress | None,
+) -> dict[str, str]:
+    entries = {d.layer: d.as_json() for d in decisions if d.format is not None}
+    for entry in entries.values():
+        del entry["layer"], entry["shape"]
+    left = {d.layer: d.reason for d in decisions if d.format is None and d.is_matrix}
+    hashes = {file.name: sha256_of(file, progress) for file in checkpoint.files}
+    recipe = {"made_by": "kitchen_models.quantize_file", "layers": entries, "left": left, "source": hashes}
+    return {**checkpoint.metadata, **header_metadata(markers, recipe), "source_sha256": source_hash(hashes)}
+
+
+def source_hash(hashes: Mapping[str, str]) -> str:
+    """The SHA-256 of the source file; of a sharded one, that of the lines ``<sha256>  <file name>``, as sha256sum has them."""
+    if len(hashes) == 1:
+        return next(iter(hashes.values()))
+    return hashlib.sha256("".join(f"{value}  {name}\n" for name, value in hashes.items()).encode()).hexdigest()
+
+
+def sha256_of(path: Path, progress: Progress | None = None) -> str:
+    """SHA-256 of a whole file, read in blocks."""
+    digest, size, done = hashlib.sha256(), path.stat().st_size, 0
+    with open_binary(path) as stream:
+        while block := stream.read(8 << 20):
+            digest.update(block)
+            done += len(block)
+            if progress:
+                progress(f"hashing {path.name}", done, size)
+    return digest.hexdigest()
+
+
+def _refuse_same(checkpoint: Checkpoint, target: Path) -> None:
+    for file in (checkpoint.path, *checkpoint.files):
+        if target.exists() and target.samefile(file):
+            raise FormatError(
+                f"{str(target)!r} is the source itself; quantizing loses precision, so write to another file"
+            )
+
+
+def _refuse_clashes(planned: list[Planned]) -> None:
+    seen: set[str] = set()
+    for p in planned:
+        if p.name in seen:
+            raise FormatError(
+                f"the source has a tensor {printable(p.name)!r} and quantizing its layer makes another of that name; "
+                "leave the layer as it is with a rule LAYER=none"
+            )
+        seen.add(p.name)
+
+
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def quantize_(
+    model: nn.Module, rules: Any = (), format: str | None = None, options: Mapping[str, Any] | None = None
+) -> Report:
+    """Replace the nn.Linear modules of a model by QuantizedLinear, in place, as the rules say.
+
+    ``quantize_(model, "int8")`` takes the default rules; else as in ``Rules.of``. The result is bit for bit that of
+    ``quantize_file`` and ``load_into``. Every rule is applied and every weight looked at before the first module is
+    replaced: an error leaves the model as it was.
+    Raises UnsupportedError, naming the layer, for a weight with inf or NaN or on the meta device.
+    """
+    started = time.perf_counter()
+    rules = Rules.of(rules, format, options)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tied = _tied_to_others(model)
+    keep = {name: _keep_reason(name, module, tied) for name, module in linears.items()}
+    decisions = tuple(
+        decide(name, (module.out_features, module.in_features), module.weight.dtype, rules, keep[name])
+        for name, module in linears.items()
+    )
+    chosen = [d for d in decisions if d.format is not None]
+    for decision in chosen:
+        with naming(decision.layer):
+            weight = linears[decision.layer].weight
+            if weight.is_meta:
+                raise UnsupportedError("its weight is on the meta device; load the model's weights before quantizing")
+            check_finite(weight.detach())
+    before = sum(module.weight.nbytes for module in linears.values())
+    saved = 0
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    for decision in chosen:
+        linear = linears[decision.layer]
+        with naming(decision.layer):
+            made = _quantized(linear, decision)
+        saved += linear.weight.nbytes - sum(t.nbytes for t in made.inner().values())
+        for name in names[id(linear)]:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, made)
+    return Report(decisions, before, before - saved, time.perf_counter() - started)
+
+
+def _quantized(linear: nn.Linear, decision: Decision) -> QuantizedLinear:
+    weight = linear.weight.detach()
+    tensors = quantize_rows(
+        lambda rows: weight if rows is None else weight[rows], decision.format, decision.config, decision.shape,
+        weight.dtype,
+    )  # fmt: skip
+    tensors = {name: tensor.to(weight.device) for name, tensor in tensors.items()}
+    bias = None if linear.bias is None else linear.bias.detach()
+    return QuantizedLinear(tensors, decision.format, decision.config, bias, weight.dtype).train(linear.training)
+
+
+def _tied_to_others(model: nn.Module) -> dict[int, str]:
+    """Parameters of modules that are no nn.Linear, by identity: a linear weight among them is tied."""
+    return {
+        id(parameter): f"{name}.{key}"
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Linear)
+        for key, parameter in module.named_parameters(recurse=False)
+    }
+
+
+def _keep_reason(name: str, module: nn.Linear, tied: Mapping[int, str]) -> str:
+    """Why a module cannot be swapped, whatever the rules say; empty where it can."""
+    if not name:
+        return "the model itself is this layer: use QuantizedLinear.from_linear"
+    if isinstance(module, QuantizedLinear):
+        return f"quantized already: {module.format.name}"
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__}: others may read its weight directly, so only plain nn.Linear is replaced"
+    return f"its weight is tied to {tied[id(module.weight)]!r}" if id(module.weight) in tied else ""

@@ -1,0 +1,175 @@
+"""Writing a safetensors file of any size: the header first, then each tensor at its place, the whole atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kitchen_core.errors import FormatError, UnsupportedError
+
+from .files import DTYPE_BITS, FILE_DTYPES, MAX_HEADER
+
+
+class Planned(NamedTuple):
+    """A tensor to be written: its name, its dtype as files spell it, its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Planned:
+        """The plan for a tensor. Raises UnsupportedError for a dtype that safetensors cannot hold."""
+        if tensor.dtype not in FILE_DTYPES:
+            raise UnsupportedError(f"tensor {name!r} is {tensor.dtype}, which a safetensors file cannot hold")
+        return cls(name, FILE_DTYPES[tensor.dtype], tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * DTYPE_BITS[self.dtype] // 8
+
+
+class SafetensorsWriter:
+    """Puts tensors, in any order, at the places that the header gives them. Use ``writing``, which makes it atomic."""
+
+    def __init__(self, descriptor: int, planned: Iterable[Planned], metadata: dict[str, str]) -> None:
+        self._descriptor = descriptor
+        # Wide elements first, as safetensors' own writer does: then every tensor is aligned, and there are no holes.
+        self._planned = {p.name: p for p in sorted(planned, key=lambda p: -DTYPE_BITS[p.dtype])}
+        header, self._begin, self.file_bytes = layout(self._planned.values(), metadata)
+        self._missing = set(self._planned)
+        self._write(memoryview(header), 0)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Write one tensor; it must have the planned dtype and shape."""
+        made, wanted = Planned.of(name, tensor), self._planned[name]
+        if made != wanted:
+            raise FormatError(
+                f"{name!r} was planned as {wanted.dtype} {list(wanted.shape)}, got {made.dtype} {made.shape}"
+            )
+        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._write(memoryview(data), self._begin[name])
+        self._missing.discard(name)
+
+    def put_blocks(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Write one tensor from its bytes."""
+        position = self._begin[name]
+        for block in blocks:
+            self._write(memoryview(block), position)
+            position += len(block)
+        if position - self._begin[name] != self._planned[name].nbytes:
+            raise FormatError(f"{name!r} takes {self._planned[name].nbytes} bytes, got {position - self._begin[name]}")
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Set the length of the file. Raises FormatError where a tensor was not written."""
+        if self._missing:
+            raise FormatError(f"{len(self._missing)} tensors were planned and not written: {sorted(self._missing)[:3]}")
+        os.ftruncate(self._descriptor, self.file_bytes)
+
+    def _write(self, data: memoryview, position: int) -> None:
+        while data:
+            count = os.pwrite(self._descriptor, data[: 64 << 20], position)
+            data, position = data[count:], position + count
+
+
+def layout(planned: Iterable[Planned], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """(header with its length, position of each tensor, size of the file) for tensors in this order."""
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise FormatError(
+                f"metadata of a safetensors file maps strings to strings, got {key!r}: {type(value).__name__}"
+            )
+    table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offsets, position = {}, 0
+    for p in planned:
+        table[p.name] = {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [position, position + p.nbytes]}
+        offsets[p.name] = position
+        position += p.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise FormatError(
+            f"the header would take {len(text)} bytes, allowed are {MAX_HEADER}; write fewer tensors a file"
+        )
+    start = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {n: start + o for n, o in offsets.items()}, start + position
+
+
+@contextlib.contextmanager
+def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) -> Iterator[SafetensorsWriter]:
+    """A writer for ``path`` that appears there complete or not at all.
+
+    The data goes to a file in the same folder that has no name where the system can do that (O_TMPFILE: even a killed
+    run leaves nothing), else a hidden ``.NAME.*.partial``; it is synced and renamed over ``path`` at the end.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir() or not target.parent.is_dir():
+        raise FormatError(f"cannot write {str(path)!r}: it is a folder, or its folder does not exist")
+    planned = list(planned)
+    free, size = shutil.disk_usage(target.parent).free, layout(planned, metadata)[2]
+    if size > free:
+        raise FormatError(
+            f"{str(path)!r} will take {size} bytes and its disk has {free} free; free space or write elsewhere"
+        )
+    hidden = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
+    descriptor, named = _create(target.parent, hidden)
+    try:
+        writer = SafetensorsWriter(descriptor, planned, metadata)
+        yield writer
+        writer.finish()
+        os.fsync(descriptor)
+        if not named:
+            _give_name(descriptor, hidden)
+        os.replace(hidden, target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise FormatError(f"cannot write {str(path)!r}: {error.strerror or error}; nothing was left there") from error
+    finally:
+        os.close(descriptor)
+        hidden.unlink(missing_ok=True)
+
+
+def _create(folder: Path, hidden: Path) -> tuple[int, bool]:
+    """(descriptor, whether the file has a name)"""
+    if hasattr(os, "O_TMPFILE"):
+        with contextlib.suppress(
+            OSError
+        ):  # the file system, or a missing /proc, may forbid it: then a named file it is
+            probe = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+            try:
+                _give_name(probe, hidden)
+                hidden.unlink()
+            finally:
+                os.close(probe)
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), False
+    try:
+        return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
+    except OSError as error:
+        raise FormatError(f"cannot write in {str(folder)!r}: {error.strerror}; choose another folder") from error
+
+
+def _give_name(descriptor: int, path: Path) -> None:
+    # NOTE: only with a dir_fd does os.link follow the link in /proc; the path is absolute, so its value has no meaning.
+    os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+import importlib.util
+import json
+
+import pytest
+
+from kitchen_core import installed_formats
+from kitchen_core.errors import PluginError, UnsupportedError
+from kitchen_models import demo
+from kitchen_models.sentences import SENTENCES
+
+missing = [name for name in (demo.MODEL_PACKAGE, "transformers") if importlib.util.find_spec(name) is None]
+needs_demo = pytest.mark.skipif(bool(missing), reason=f"the demo group is not installed: {', '.join(missing)}")
+
+
+def test_sentences_are_many_different_and_of_varied_length():
+    assert len(set(SENTENCES)) == len(SENTENCES) >= 50
+    words = sorted(len(s.split()) for s in SENTENCES)
+    assert words[0] <= 3
+    assert words[-1] > 120
+
+
+def test_every_known_format_has_a_threshold():
+    from kitchen_core.known_formats import KNOWN_FORMATS
+
+    assert set(demo.THRESHOLDS) == set(KNOWN_FORMATS)
+
+
+@needs_demo
+def test_some_sentences_are_longer_than_120_tokens():
+    batches = demo.tokenize(demo.model_folder(), SENTENCES)
+    lengths = [int(n) for batch in batches for n in batch["attention_mask"].sum(1)]
+    assert len(lengths) == len(SENTENCES)
+    assert sum(n > 120 for n in lengths) >= 3
+
+
+@needs_demo
+def test_demo_smoke(kitchen, capsys, monkeypatch):
+    monkeypatch.setattr(demo.run, "__defaults__", (None, "cpu", SENTENCES[:8]))
+    name = "int8_tensorwise" if "int8_tensorwise" in installed_formats() else next(iter(installed_formats()))
+    assert kitchen("demo", "--format", name, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    (entry,) = report["formats"]
+    assert entry["cosine_mean"] >= demo.THRESHOLDS[name]
+    assert entry["bytes"] < report["bytes"]
+    assert sum(k["calls"] for k in entry["kernels"]) == 36 + 1
+    assert {c["K"] for c in entry["configs"]} == {384, 1536}
+    assert any("ran on" in line for line in entry["why"])
+    demo.render(report)
+    assert "K=384" in capsys.readouterr().out
+
+
+@needs_demo
+def test_demo_below_its_threshold_exits_1(kitchen, capsys, monkeypatch):
+    monkeypatch.setattr(demo.run, "__defaults__", (None, "cpu", SENTENCES[:2]))
+    monkeypatch.setitem(demo.THRESHOLDS, "int8_tensorwise", 1.1)
+    assert kitchen("demo", "--format", "int8") == 1
+    assert "BELOW" in capsys.readouterr().out
+
+
+def test_missing_packages_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(demo, "MODEL_PACKAGE", "no_such_package_at_all")
+    with pytest.raises(PluginError, match=r"pip install 'kitchen-models\[demo\]'"):
+        demo.run()
+
+
+def test_bad_device():
+    with pytest.raises(UnsupportedError, match="use cpu or cuda"):
+        demo.run(device="toaster")

@@ -1,0 +1,77 @@
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kitchen_models as km
+from kitchen_core import installed_formats
+from kitchen_core.errors import FormatError
+
+
+@pytest.mark.parametrize("name", list(installed_formats()))
+def test_errors_are_those_of_the_dequantized_weights(name, source, tmp_path):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format=name)
+    result = km.verify_files(source, target)
+    loaded, before = km.load(target), load_file(source)
+    assert {e.name for e in result.layers} == {n for n, v in loaded.items() if isinstance(v, torch.nn.Module)}
+    for error in result.layers:
+        weight = before[f"{error.name}.weight"]
+        difference = loaded[error.name].dequantize(torch.float32) - weight
+        assert math.isclose(error.relative_l2, float(difference.norm() / weight.norm()), rel_tol=1e-5)
+        assert error.max_abs == float(difference.abs().max())
+        assert error.bytes_before == weight.nbytes
+    assert [e.relative_l2 for e in result.layers] == sorted((e.relative_l2 for e in result.layers), reverse=True)
+    assert (result.missing, result.added) == ((), ())
+    assert result.identical == len(before) - len(result.layers)
+
+
+def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys):
+    target, picture = tmp_path / "q.safetensors", tmp_path / "error.png"
+    km.quantize_file(source, target, format="int8")
+    assert kitchen("verify", source, target, "--plot", picture, "--max-error", "0.5") == 0
+    assert "3 layers differ" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert kitchen("verify", source, target, "--max-error", "1e-6", "--json") == 1
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)["layers"]) == 3
+    assert "3 layers exceed --max-error" in captured.err
+    with pytest.raises(FormatError, match="cannot write the plot"):
+        kitchen("verify", source, target, "--plot", tmp_path / "no" / "x.png")
+
+
+def test_changed_missing_and_added_plain_tensors_are_told(source, tmp_path, kitchen):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format="int8")
+    loaded = km.load(target)
+    loaded["embed.weight"] = loaded["embed.weight"] * 2
+    loaded["blocks.0.norm.weight"] = torch.full((128,), float("nan"))
+    loaded["new"] = torch.ones(1)
+    del loaded["lm_head.weight"]
+    km.save(loaded, target)
+    result = km.verify_files(source, target)
+    assert math.isnan(result.layers[0].relative_l2), "NaN is the worst"
+    assert next(e for e in result.layers if e.name == "embed.weight").relative_l2 == pytest.approx(1.0)
+    assert (result.missing, result.added) == (("lm_head.weight",), ("new",))
+    assert kitchen("verify", source, target) == 1
+    assert json.dumps(result.as_json(), allow_nan=False)
+
+
+def test_files_of_two_models_are_refused(source, tmp_path):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format="int8")
+    state = load_file(source)
+    state["blocks.0.mlp.fc1.weight"] = torch.zeros(64, 64)
+    save_file(state, source)
+    with pytest.raises(FormatError, match="not of one model"):
+        km.verify_files(source, target)
+
+
+def test_a_file_against_itself_has_no_error(source, tmp_path):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format="int8")
+    result = km.verify_files(target, target)
+    assert result.layers == ()
+    assert result.identical == len(load_file(target))
