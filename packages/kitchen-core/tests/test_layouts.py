@@ -39,8 +39,16 @@ def only_nibble(words):
 
 @pytest.mark.parametrize(
     ("place", "word"),
-    [((0, 0), (0, 0)), ((0, 1), (0, 1)), ((0, 8), (4, 0)), ((0, 32), (1, 0)), ((1, 0), (16, 0)), ((8, 0), (2, 0)), ((16, 0), (128, 0))],
-)  # fmt: skip
+    [
+        ((0, 0), (0, 0)),
+        ((0, 1), (0, 1)),
+        ((0, 8), (4, 0)),
+        ((0, 32), (1, 0)),
+        ((1, 0), (16, 0)),
+        ((8, 0), (2, 0)),
+        ((16, 0), (128, 0)),
+    ],
+)
 def test_nunchaku_qweight_golden(place, word):
     packed = nunchaku.pack_qweight(one_code(128, 64, *place))
     assert only_nibble(packed.view(torch.int32)) == word
@@ -263,8 +271,10 @@ def test_autoawq_bytes_come_back(rows, group, dtype):
 
     scaled = -(zeros.float() * scales.float()).to(dtype)
     fast = autoawq.Packed(
-        nunchaku.pack_awq_qweight(pack_nibbles(codes), torch.int16), nunchaku.pad(scaled, padded, 1), nunchaku.pad(scales, padded, 1)
-    )  # fmt: skip
+        nunchaku.pack_awq_qweight(pack_nibbles(codes), torch.int16),
+        nunchaku.pad(scaled, padded, 1),
+        nunchaku.pad(scales, padded, 1),
+    )
     from_fast = autoawq.unpack_gemv_fast(*fast, group)
     assert_equal(from_fast.qdata, canonical.qdata)
     for again, first in zip(autoawq.pack_gemv_fast(from_fast), fast, strict=True):
@@ -305,8 +315,8 @@ def test_a_scale_of_zero_needs_a_zero_of_zero():
 def test_autoawq_refuses_shapes():
     with pytest.raises(FormatError, match="int32"):
         autoawq.unpack_gemm(torch.zeros(64, 1), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 8))
+    words = torch.zeros(64, 1, dtype=torch.int32)
     with pytest.raises(FormatError, match="scales must have shape"):
-        words = torch.zeros(64, 1, dtype=torch.int32)
         autoawq.unpack_gemm(words, words[:1], torch.zeros(1, 16))
     with pytest.raises(FormatError, match="multiple of 8"):
         autoawq.pack_gemm(autoawq.Canonical(random_bytes(9, 32), torch.ones(1, 9), torch.zeros(1, 9)), "x")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kitchen_core import UnsupportedError, ops
+from kitchen_core import UnsupportedError, ops, registry
 from kitchen_core.arithmetic import add_residual, apply_input_act
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 from kitchen_core.testing import (
@@ -337,3 +337,20 @@ def test_opcheck(rank):
     torch.library.opcheck(kitchen.scaled_mm_svdquant_w4a4.default, args, {"residual": torch.randn(6, 9)})
     kwargs = {"act_unsigned": True, "residual": torch.randn(2, 3, 9), "residual_scale": torch.randn(9)}
     torch.library.opcheck(kitchen.svdquant_linear.default, (x,), {**layer, **kwargs})
+
+
+@pytest.mark.parametrize("act_unsigned", [False, True])
+def test_the_composed_kernel_is_the_eager_one(act_unsigned):
+    """It runs on GPUs only by itself; its function runs anywhere."""
+    composed = next(k for k in registry.kernels_of("svdquant_linear") if k.id == "core/composed")
+    layer, x, residual = make_layer(), torch.randn(2, 3, 256).half(), torch.randn(2, 3, 9).half()
+    kwargs = {
+        "act_unsigned": act_unsigned,
+        "input_act": "swiglu",
+        "residual": residual,
+        "residual_scale": torch.randn(9),
+    }
+    with registry.trace() as calls:
+        y = composed.function(x, **layer, **kwargs)
+    assert [op for op, _ in calls] == ["quantize_svdquant_w4a4", "scaled_mm_svdquant_w4a4"]
+    assert_equal(y, ops.svdquant_linear(x, **layer, **kwargs))

@@ -143,6 +143,11 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
+def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """IEEE fp32 division by a constant. (``x / 127`` multiplies by a rounded reciprocal on CUDA, a tensor does not.)"""
+    return x / x.new_full((), divisor)
+
+
 # ----------------------------------------------------------------------------------------------- INT8 pieces
 
 
@@ -152,7 +157,7 @@ def quantize_rowwise(x: torch.Tensor, seed: int = 0, first_element: int = 0) -> 
         return x.to(torch.int8), x.new_full((*x.shape[:-1], 1), INT8_SCALE_FLOOR)
     absmax = x.abs().amax(-1, keepdim=True)
     finite = torch.isfinite(absmax)
-    scale = (absmax / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
+    scale = divide(absmax, INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
     codes = round_codes(torch.where(finite, x / scale, 0.0), -128, 127, seed, first_element)
     return codes.to(torch.int8), torch.where(finite, scale, float("nan"))
 

@@ -9,6 +9,7 @@ from ..arithmetic import (
     INT8_SCALE_FLOOR,
     add_residual,
     apply_input_act,
+    divide,
     hadamard_rotate,
     int8_matmul,
     quantize_rowwise,
@@ -21,7 +22,7 @@ def quantize_int8_tensorwise(x, scale=None, seed=0):
     x = x.float()
     if scale is None:
         absmax = x.abs().amax() if x.numel() else x.new_zeros(())
-        scale = (absmax / INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
+        scale = divide(absmax, INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
     scale = scale.reshape(())
     finite = torch.isfinite(scale)
     codes = round_codes(torch.where(finite, x / scale, 0.0), -128, 127, seed)

@@ -33,7 +33,9 @@ def quantize_svdquant_w4a4(x, smooth, proj_down, act_unsigned=False, lora_x=None
     scale = absmax.clamp_min(SCALE_FLOOR) / high
     codes = round_codes(torch.where(finite, groups / scale, 0.0), low, high)
     scale = torch.where(finite, scale, float("nan"))
-    return pack_nibbles(codes.to(torch.int8).reshape(m, k)), scale.reshape(m, k // GROUP).t().contiguous(), lora_act
+    # cloned: .contiguous() would keep a transposed [1, G] with its strides
+    ascales = scale.reshape(m, k // GROUP).t().clone(memory_format=torch.contiguous_format)
+    return pack_nibbles(codes.to(torch.int8).reshape(m, k)), ascales, lora_act
 
 
 def low_rank_input(x: torch.Tensor, proj_down: torch.Tensor) -> torch.Tensor:

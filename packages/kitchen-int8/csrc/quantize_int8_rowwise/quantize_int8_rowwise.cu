@@ -1,0 +1,116 @@
+// Rowwise INT8 quantizer: codes = rne(h / scale), scale = max(absmax(h) / 127, 1e-30), h = rotate(act(x)).
+//
+// Tensors: x [M, K] or [M, 2K] of fp32, fp16 or bf16, any row stride; codes [M, K] int8; scales [M] fp32.
+// Two kernels: row_registers.cuh holds a row in registers (16-byte aligned rows, K a multiple of 16 up to 16384 (fp32: 12288),
+// groups up to 256); row_chunks.cuh takes everything else. Both compute in fp32 what kitchen_core/arithmetic.py says, to the bit where
+// no activation is in front. Measured: docs/kernels/quantize_int8_rowwise.md.
+#include "quantize_int8_rowwise/quantize_int8_rowwise.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kitchen/host/device.h"
+#include "kitchen/host/launch.h"
+#include "quantize_int8_rowwise/row_chunks.cuh"
+#include "quantize_int8_rowwise/row_registers.cuh"
+
+namespace kitchen::int8 {
+
+extern template RowKernel find_row_kernel<float>(const QuantizeParams&, const QuantizePlan&);
+extern template RowKernel find_row_kernel<__half>(const QuantizeParams&, const QuantizePlan&);
+extern template RowKernel find_row_kernel<__nv_bfloat16>(const QuantizeParams&, const QuantizePlan&);
+
+namespace {
+
+constexpr QuantizePlan kChunks = {0, kChunkThreads / 32, 1, 0, false};
+// Warps of two tiles that an SM gets. By registers each scheduler holds 6 of the special kernels (80 registers) and 4 (fp32: 3) of the
+// general one; a CTA too many would run alone at the end (5 of 5 warps: 72%, 4: 83% of copy at 4096 x 5120, rotated). For pairs
+// 32 would fit, but more rows on their way than bandwidth asks for only delay the first: 5 CTAs of 3 warps beat 8 (93% and
+// 89% of copy at 8192 x 3072), and 2 CTAs of 12 beat 1 (94% and 88% at K = 12288). H200, 2026-11-30.
+constexpr int kResidentWarps = 24, kResidentWarpsPair = 16, kResidentWarpsGeneral = 16, kResidentWarpsFp32 = 12;
+constexpr int kReservedSmem = 1024 + sizeof(RowShared);  // of a CTA, besides its dynamic shared memory
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool fits_registers(const QuantizeParams& p) {
+  const int tiles = ceil_div(p.K, kTileColumns);
+  const bool aligned = p.K % kLaneColumns == 0 && is_aligned(p.x) && is_aligned(p.codes) &&
+                       (p.x_row_stride * size_of(p.dtype)) % 16 == 0;
+  const int most_warps = p.dtype == DType::kFloat32 ? kMaxWarpsFast : kMaxWarps;
+  return aligned && p.seed == 0 && p.group <= 256 && tiles <= 2 * most_warps;
+}
+
+// The cases compiled with their activation and group (find_half_type.cuh).
+bool has_special(const QuantizeParams& p) {
+  using quant::InputAct;
+  if (p.dtype == DType::kFloat32) return false;
+  return (p.act == InputAct::kNone && (p.group == 0 || p.group == 256)) || (p.act == InputAct::kSwiglu && p.group == 256);
+}
+
+// Dynamic shared memory of a CTA: the exchange of each warp, and the stage of the next row in the kernels of a pair.
+int shared_bytes(const QuantizeParams& p, const QuantizePlan& plan) {
+  const int exchange = p.group >= 64 ? plan.tiles * kExchangeWords * static_cast<int>(sizeof(float)) : 0;
+  const int stage = plan.special && plan.tiles == 2 && quant::is_pair(p.act) ? plan.tiles * 2 * kStageBytes : 0;
+  return plan.warps * (exchange + stage);
+}
+
+QuantizeDevice query(int device) {
+  return {host::attribute(cudaDevAttrMultiProcessorCount, device), host::attribute(cudaDevAttrClusterLaunch, device) != 0,
+          host::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          host::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)};
+}
+
+}  // namespace
+
+QuantizePlan choose_plan(const QuantizeParams& p, const QuantizeDevice& device) {
+  if (!fits_registers(p)) return kChunks;
+  const int tiles = ceil_div(p.K, kTileColumns);
+  QuantizePlan plan = {1, tiles, 1, 0, has_special(p)};
+  if (p.M <= device.sm_count && tiles <= kMaxWarpsSmall) {  // latency: spread a row over as many schedulers as it can use
+    const bool rms = p.act == quant::InputAct::kRmsNorm;  // its sum is not exchanged between CTAs
+    if (device.has_clusters && !rms && tiles >= 16) {
+      plan.cluster = p.M * 8 <= device.sm_count ? 8 : p.M * 4 <= device.sm_count ? 4 : 1;
+    }
+    plan.warps = ceil_div(tiles, plan.cluster);
+    return plan;
+  }
+  plan.tiles = tiles >= 2 ? 2 : 1;
+  plan.warps = ceil_div(tiles, plan.tiles);
+  const bool pair = quant::is_pair(p.act);
+  if ((!pair && plan.warps > kMaxWarpsFast) || shared_bytes(p, plan) > device.smem_per_cta) plan.special = false;
+  if (shared_bytes(p, plan) > device.smem_per_cta) return kChunks;
+  const int general = p.dtype == DType::kFloat32 ? kResidentWarpsFp32 : kResidentWarpsGeneral;
+  const int by_registers = !plan.special ? general / plan.warps
+                           : !pair       ? kResidentWarps / plan.warps
+                                         : std::max(2, kResidentWarpsPair / plan.warps);
+  const int by_smem = device.smem_per_sm / (shared_bytes(p, plan) + kReservedSmem);
+  plan.ctas_per_sm = std::max(1, std::min(by_registers, by_smem));
+  return plan;
+}
+
+void quantize_int8_rowwise(const QuantizeParams& p, const QuantizePlan* forced, int device, cudaStream_t stream) {
+  if (p.M == 0) return;
+  host::DeviceGuard guard(device);
+  const QuantizeDevice facts = query(device);
+  const QuantizePlan plan = forced ? *forced : choose_plan(p, facts);
+  if (plan.tiles == 0) {
+    host::launch("quantize_int8_rowwise (chunks)", quantize_row_chunks, {p.M, kChunkThreads, 1, 0, stream}, p);
+    return;
+  }
+  const bool covers = static_cast<int64_t>(plan.tiles) * plan.warps * plan.cluster * kTileColumns >= p.K;
+  const bool few = p.dtype == DType::kFloat32 || (plan.special && has_special(p) && !quant::is_pair(p.act));
+  const int most_warps = plan.tiles == 1 ? kMaxWarpsSmall : few ? kMaxWarpsFast : kMaxWarps;
+  host::require(fits_registers(p) && covers && plan.warps <= most_warps,
+                "quantize_int8_rowwise: this plan does not cover K=" + std::to_string(p.K));
+  RowKernel kernel = p.dtype == DType::kFloat32   ? find_row_kernel<float>(p, plan)
+                     : p.dtype == DType::kFloat16 ? find_row_kernel<__half>(p, plan)
+                                                  : find_row_kernel<__nv_bfloat16>(p, plan);
+  const int64_t rows_at_once = int64_t{plan.ctas_per_sm} * facts.sm_count;
+  const int64_t grid = plan.ctas_per_sm > 0 && rows_at_once < p.M ? rows_at_once : p.M * plan.cluster;
+  const auto smem = static_cast<size_t>(shared_bytes(p, plan));
+  host::launch("quantize_int8_rowwise", kernel, {grid, plan.warps * 32, plan.cluster, smem, stream}, p);
+}
+
+}  // namespace kitchen::int8

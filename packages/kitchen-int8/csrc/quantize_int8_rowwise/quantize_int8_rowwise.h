@@ -1,0 +1,48 @@
+// Rowwise INT8 quantizer with an activation and a ConvRot rotation in front: the host side.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kitchen/common/dtype.h"
+#include "kitchen/quant/input_act.h"
+
+namespace kitchen::int8 {
+
+struct QuantizeParams {
+  const void* x;           // [M, K], or [M, 2K] for an activation of a pair; last dim contiguous
+  int64_t x_row_stride;    // elements
+  const void* act_weight;  // [K] for rms_norm, else nullptr
+  int8_t* codes;           // [M, K] contiguous
+  float* scales;           // [M]
+  int64_t M;
+  int K;
+  int group;  // of the rotation: 0 (none), 4, 16, 64, 256, 1024 or 4096; divides K
+  float act_eps;
+  DType dtype, act_weight_dtype;
+  quant::InputAct act;
+  uint64_t seed;  // 0 rounds to nearest
+};
+
+// What a plan depends on.
+struct QuantizeDevice {
+  int sm_count;
+  bool has_clusters;
+  int smem_per_cta, smem_per_sm;  // bytes, the most that can be asked for
+};
+
+// How it is computed.
+struct QuantizePlan {
+  int tiles;        // tiles of 512 columns held by a warp, 1 or 2; 0: the kernel that reads x twice and takes anything
+  int warps;        // of a CTA
+  int cluster;      // CTAs that share a row
+  int ctas_per_sm;  // grid limit, each CTA walking over rows; 0: one CTA a row
+  bool special;     // a kernel that knows activation and group at compile time
+};
+
+QuantizePlan choose_plan(const QuantizeParams& p, const QuantizeDevice& device);
+// Launches on `stream` of `device`. `forced`, if not nullptr, replaces the chosen plan (for measurements).
+void quantize_int8_rowwise(const QuantizeParams& p, const QuantizePlan* forced, int device, cudaStream_t stream);
+
+}  // namespace kitchen::int8

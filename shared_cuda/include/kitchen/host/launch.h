@@ -1,0 +1,40 @@
+// Kernel launches, with an optional cluster, on a given stream.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kitchen/host/check.h"
+
+namespace kitchen::host {
+
+struct Launch {
+  int64_t grid;
+  int block;
+  int cluster = 1;      // CTAs per cluster; more than 1 needs compute capability 9.0
+  size_t smem = 0;      // dynamic shared memory, bytes
+  cudaStream_t stream;
+};
+
+template <class... Args>
+void launch(const char* name, void (*kernel)(Args...), const Launch& where, Args... args) {
+  if (where.smem > 48 * 1024) {  // more must be asked for, once per kernel and device; asking again is cheap
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(where.smem)), name);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(where.grid));
+  config.blockDim = dim3(static_cast<unsigned>(where.block));
+  config.dynamicSmemBytes = where.smem;
+  config.stream = where.stream;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(where.cluster);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = where.cluster > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+}  // namespace kitchen::host

@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""Compiles every CUDA file of every package for every release architecture; warnings and register spills are errors.
+
+    python tools/compile_check.py                         all of it; what has not changed since the last run is skipped
+    python tools/compile_check.py --archs 90a --only int8 -v
+
+Needs nvcc and no GPU. Checks too that each header of shared_cuda compiles alone, and, in the machine code, that kernels
+hold the instructions they were written for (EXPECTED) and no local memory. Files in a folder sm90 are compiled for 90a alone.
+Objects and compiler logs are kept in build/compile_check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build/compile_check"
+ARCHS = ("75", "80", "90a", "100", "120")
+FLAGS = [
+    "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden",
+    "-Werror", "all-warnings", "-Xptxas", "-v,--warn-on-spills",
+]  # fmt: skip
+
+# (kernel name, architectures, instructions that must occur): regular expressions of kernels and of SASS mnemonics.
+EXPECTED = [
+    (r"quantize_rows\b", "75 80 90a 100 120", [r"LDG\.E\.128", "FFMA", "PRMT"]),
+    (r"quantize_rows\b", "80 90a 100 120", ["C?REDUX"]),
+    (r"quantize_rows_staged\b", "80 90a 100 120", [r"LDGSTS.*128", "C?REDUX"]),
+    (r"quantize_rows_cluster\b", "90a 100 120", [r"LDG\.E\.128", "UCGABAR"]),
+    (r"quantize_rows(_staged)?<.*(256|-1), 2,", "75 80 90a 100 120", [r"LDS(\.U)?\.64", r"STS\.128"]),
+    (r"gemm_sm90::", "90a", ["IGMMA", "UTMALDG"]),
+]
+NO_LOCAL_MEMORY = r"quantize_rows|gemm_sm90"
+
+
+class Unit(NamedTuple):
+    source: Path
+    arch: str
+
+    @property
+    def object(self) -> Path:
+        return BUILD / self.arch / self.source.relative_to(ROOT).with_suffix(".o")
+
+
+def units(archs: list[str], only: str) -> list[Unit]:
+    sources = sorted([*ROOT.glob("packages/*/csrc/**/*.cu"), *ROOT.glob("shared_cuda/bench/*.cu")])
+    sources = [
+        path for path in sources if "fallback-volta" not in str(path) and only in str(path)
+    ]  # its compiler is NVRTC
+    found = [Unit(path, arch) for path in sources for arch in archs if arch == "90a" or "sm90" not in path.parts]
+    return found + [Unit(path, "90a") for path in header_units() if only in str(path) and "90a" in archs]
+
+
+def header_units() -> list[Path]:
+    """One file per shared header that includes nothing else."""
+    made = []
+    for header in sorted((ROOT / "shared_cuda/include").rglob("*.h")):
+        name = header.relative_to(ROOT / "shared_cuda/include")
+        unit = BUILD / "headers" / (str(name).replace("/", "_") + ".cu")
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        if not unit.exists():
+            unit.write_text(f'#include "{name}"\n')
+        made.append(unit)
+    return made
+
+
+def include_flags(source: Path) -> list[str]:
+    folders = [ROOT / "shared_cuda/include"]
+    if "csrc" in source.parts:
+        folders.append(Path(*source.parts[: source.parts.index("csrc") + 1]))
+    site = Path(sysconfig.get_paths()["purelib"])
+    folders += [site / f"cutlass_library/source/{part}" for part in ("include", "tools/util/include")]
+    return [f"-I{folder}" for folder in folders if folder.exists()]
+
+
+def is_current(unit: Unit) -> bool:
+    dependencies = unit.object.with_suffix(".d")
+    if not unit.object.exists() or not dependencies.exists():
+        return False
+    built = unit.object.stat().st_mtime
+    names = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
+    return all(Path(name).exists() and Path(name).stat().st_mtime <= built for name in [*names, __file__])
+
+
+def compile_unit(unit: Unit) -> tuple[Unit, str | None, float]:
+    """None, or what the compiler said against it."""
+    if is_current(unit):
+        return unit, None, 0.0
+    start = time.monotonic()
+    unit.object.parent.mkdir(parents=True, exist_ok=True)
+    unit.object.unlink(missing_ok=True)
+    target = f"arch=compute_{unit.arch},code=sm_{unit.arch}"
+    command = [
+        "nvcc", *FLAGS, *include_flags(unit.source), "-gencode", target, "-MD", "-MF", str(unit.object.with_suffix(".d")),
+        "-c", str(unit.source), "-o", str(unit.object),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True)
+    unit.object.with_suffix(".log").write_text(result.stderr)
+    failed = (result.stdout + result.stderr) if result.returncode or not unit.object.exists() else None
+    if failed:
+        unit.object.unlink(missing_ok=True)
+    return unit, failed, time.monotonic() - start
+
+
+def demangle(text: str) -> str:
+    tool = shutil.which("c++filt") or shutil.which("cu++filt")
+    return subprocess.run([tool], input=text, capture_output=True, text=True).stdout if tool else text
+
+
+def relevant(output: str) -> str:
+    """The compiler's output without what -v adds, save notes that carry a number, such as C7510."""
+    lines = [
+        line for line in output.splitlines() if not re.match(r"ptxas info +: (?!\(C\d)|    \d+ bytes stack frame", line)
+    ]
+    return demangle("\n".join(lines))
+
+
+def registers(unit: Unit) -> dict[str, int]:
+    """Kernel -> registers, from the compiler's log."""
+    text = demangle(unit.object.with_suffix(".log").read_text())
+    found = re.findall(r"Compiling entry function '(.*?)' for .*?Used (\d+) registers", text, re.DOTALL)
+    return {name: int(count) for name, count in found}
+
+
+def disassembler() -> str | None:
+    """cuobjdump on PATH, or the one in the locked triton: a CUDA toolkit may come without it."""
+    bundled = Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/bin/cuobjdump"
+    return shutil.which("cuobjdump") or (str(bundled) if bundled.exists() else None)
+
+
+def instructions(unit: Unit, tool: str) -> dict[str, Counter[str]]:
+    """Kernel -> how often each instruction occurs in its machine code."""
+    dump = subprocess.run([tool, "-sass", str(unit.object)], capture_output=True, text=True, check=True).stdout
+    kernels: dict[str, Counter[str]] = {}
+    for line in demangle(dump).splitlines():
+        if "Function :" in line:
+            current = kernels.setdefault(line.split("Function :")[1].strip(), Counter())
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", line):
+            current[match.group(1)] += 1
+    return kernels
+
+
+def complaints(unit: Unit, kernels: dict[str, Counter[str]]) -> list[str]:
+    found = []
+    for name, counts in kernels.items():
+        for pattern, archs, wanted in EXPECTED:
+            if unit.arch in archs.split() and re.search(pattern, name):
+                missing = [word for word in wanted if not any(re.match(word, op) for op in counts)]
+                found += [f"{unit.arch} {name}: no {word} in its machine code" for word in missing]
+        if re.search(NO_LOCAL_MEMORY, name) and any(op.startswith(("LDL", "STL")) for op in counts):
+            found.append(f"{unit.arch} {name}: uses local memory")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", default=";".join(ARCHS), help=f"default {';'.join(ARCHS)}")
+    parser.add_argument("--only", default="", help="files whose path holds this word")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("-v", "--verbose", action="store_true", help="a line for every kernel")
+    args = parser.parse_args()
+    if shutil.which("nvcc") is None:
+        sys.exit("no nvcc on PATH: nothing was checked")
+
+    start = time.monotonic()
+    todo = units(args.archs.split(";"), args.only)
+    problems, compiled = [], 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for unit, failure, seconds in pool.map(compile_unit, todo):
+            compiled += seconds > 0
+            if failure:
+                problems.append(f"{unit.arch} {unit.source.relative_to(ROOT)}:\n{relevant(failure)}")
+    tool = disassembler()
+    if tool is None:
+        print("no cuobjdump found: the machine code was not looked at")
+    for unit in todo:
+        if not unit.object.exists() or "headers" in unit.source.parts:
+            continue
+        kernels = instructions(unit, tool) if tool else {}
+        problems += complaints(unit, kernels)
+        used = registers(unit)
+        most, name = max(used.values(), default=0), str(unit.source.relative_to(ROOT))
+        print(f"{unit.arch:>4} {name:80} {len(used):3} kernels, at most {most:3} registers")
+        if args.verbose:
+            for name, count in used.items():
+                print(f"       {count:3} registers  {name}")
+    print(f"{len(todo)} objects, {compiled} compiled, {len(problems)} problems, {time.monotonic() - start:.1f} s")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
