@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [p for folder in ("packages", "tools", "tests_integration") for p in (ROOT / folder).rglob("*.py") if "build" not in p.parts]
+SOURCES = [
+    p
+    for folder in ("packages", "tools", "tests_integration")
+    for p in (ROOT / folder).rglob("*.py")
+    if "build" not in p.parts
+]
 
 
 def test_every_test_named_in_the_parity_page_exists():
@@ -33,7 +38,7 @@ def test_every_environment_variable_is_documented():
     assert not {v for v in used if f"`{v}`" not in page}
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
@@ -43,6 +48,6 @@ def test_links_and_paths_lead_somewhere(page):
 
 
 def test_no_module_is_longer_than_500_lines():
-    modules = [p for p in (ROOT / "packages").glob("*/src/**/*.py")]
+    modules = list((ROOT / "packages").glob("*/src/**/*.py"))
     assert len(modules) > 30
     assert not {str(p): n for p in modules if (n := len(p.read_text().splitlines())) > 500}

@@ -235,6 +235,10 @@ def test_rows_with_inf_or_nan_touch_no_other_row(name, bad):
 
 
 def test_autocast_casts_as_a_dense_linear_does(name):
+    w, x = weight(name), torch.randn(5, K, dtype=torch.bfloat16)
+    y = F.linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(F.linear(x, w), y, "the arithmetic inside an op is not autocast")
     with torch.autocast("cpu", torch.bfloat16):
         assert F.linear(torch.randn(2, K), weight(name)).dtype == torch.bfloat16
         assert layer(name, torch.float32)(torch.randn(2, K)).dtype == torch.bfloat16

@@ -146,7 +146,7 @@ def test_trace_records_what_ran():
 
 def test_slow_path_on_a_gpu_is_told_once(caplog):
     registry._warned.clear()
-    with simulate("sm_90"), caplog.at_level(logging.WARNING, "kitchen"):
+    with simulate("sm_90"), use("core/eager"), caplog.at_level(logging.WARNING, "kitchen"):
         for _ in range(3):
             registry.select(problem("int8_linear_fp16", device=torch.device("cuda:0")))
     told = [r for r in caplog.records if "slow path" in r.message]
@@ -157,7 +157,7 @@ def test_slow_path_on_a_gpu_is_told_once(caplog):
 
 def test_slow_path_is_an_error_in_strict_mode(monkeypatch):
     monkeypatch.setenv("KITCHEN_STRICT", "1")
-    with simulate("sm_90"), pytest.raises(UnsupportedError, match="KITCHEN_STRICT=1"):
+    with simulate("sm_90"), use("core/eager"), pytest.raises(UnsupportedError, match="KITCHEN_STRICT=1"):
         registry.select(problem("int8_linear_fp16", device=torch.device("cuda:0")))
 
 

@@ -162,6 +162,16 @@ def quantize_rowwise(x: torch.Tensor, seed: int = 0, first_element: int = 0) -> 
     return codes.to(torch.int8), torch.where(finite, scale, float("nan"))
 
 
+def fp16_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 rows whose absmax lies in [1, 2), and the power of two per row that takes them back."""
+    absmax = rows.abs().amax(-1, keepdim=True) if rows.numel() else rows.new_ones(rows.shape[0], 1)
+    finite = torch.isfinite(absmax)
+    exponent = torch.frexp(absmax).exponent.clamp(-120, 127) - 1
+    scale = torch.ldexp(torch.ones_like(absmax), exponent)
+    half = torch.where(finite, rows / scale, 0.0).to(torch.float16)
+    return half, torch.where(finite, scale, float("nan"))
+
+
 def int8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Exact integer product of codes a [M, K] and b [N, K]: a @ b.T as int32 (int64 above K = 131,071).
 

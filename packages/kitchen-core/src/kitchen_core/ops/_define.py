@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,6 +17,15 @@ _problem_builders: dict[str, Callable[..., Problem]] = {}
 
 EAGER_PRIORITY = 0
 COMPOSED_PRIORITY = 10
+
+
+# Under autocast the matmuls of a reference would be cast too: these run an op with autocast off, and only then cost anything.
+_AUTOCAST_KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA)
+
+
+def _without_autocast(name: str, keys: torch._C.DispatchKeySet, *args, **kwargs):
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        return getattr(torch.ops.kitchen, name).default(*args, **kwargs)
 
 
 def _always(problem: Problem, facts: DeviceFacts) -> None:
@@ -53,6 +63,8 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
         return fake(*args, **kwargs)
 
     _library.impl(name, dispatch, "CompositeExplicitAutograd")
+    for key in _AUTOCAST_KEYS:
+        _library.impl(name, partial(_without_autocast, name, torch._C.DispatchKeySet(key)), str(key).rpartition(".")[2])
     torch.library.register_fake(f"kitchen::{name}", checked_fake, lib=_library)
 
 

@@ -10,6 +10,7 @@ from ..arithmetic import (
     add_residual,
     apply_input_act,
     divide,
+    fp16_rows,
     hadamard_rotate,
     int8_matmul,
     quantize_rowwise,
@@ -58,7 +59,7 @@ def int8_scaled_mm(
     codes, x_scale, weight, weight_scale, bias=None, out_dtype=torch.bfloat16, residual=None, residual_scale=None
 ):
     shape = (*codes.shape[:-1], weight.shape[0])
-    acc = int8_matmul(codes.reshape(-1, codes.shape[-1]), weight)
+    acc = int8_matmul(codes.reshape(x_scale.numel(), codes.shape[-1]), weight)
     y = scale_and_bias(acc, x_scale.reshape(-1, 1), weight_scale.reshape(-1), bias).reshape(shape)
     if residual_scale is not None:
         residual_scale = residual_scale.reshape(-1)
@@ -86,7 +87,7 @@ def int8_linear_fp16(
         )  # fmt: skip
     rows = apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
     rows = hadamard_rotate(rows, convrot_groupsize).reshape(-1, weight.shape[1])
-    half, x_scale = _fp16_rows(rows)
+    half, x_scale = fp16_rows(rows)
     y = scale_and_bias(half.float() @ weight.float().T, x_scale, weight_scale.reshape(-1), bias)
     y = y.reshape(*x.shape[:-1], weight.shape[0])
     if residual_scale is not None:
@@ -109,13 +110,3 @@ def _row_scale(scale: torch.Tensor) -> torch.Tensor:
     if scale.numel() == 1:
         return scale.reshape(())
     return scale if scale.shape[-1] == 1 else scale.unsqueeze(-1)
-
-
-def _fp16_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp16 rows whose absmax lies in [1, 2), and the power of two per row that takes them back."""
-    absmax = rows.abs().amax(-1, keepdim=True) if rows.numel() else rows.new_ones(rows.shape[0], 1)
-    finite = torch.isfinite(absmax)
-    exponent = torch.frexp(absmax).exponent.clamp(-120, 127) - 1
-    scale = torch.ldexp(torch.ones_like(absmax), exponent)
-    half = torch.where(finite, rows / scale, 0.0).to(torch.float16)
-    return half, torch.where(finite, scale, float("nan"))

@@ -1,0 +1,396 @@
+"""The torch path against the reference: bit-equality, the FP16-activation mode, chunking and the workspace bound."""
+
+import itertools
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from kitchen_core import ops, registry, simulate, use
+from kitchen_core.arithmetic import INPUT_ACTS, hadamard_rotate, input_width
+from kitchen_core.reference import int8 as reference
+from kitchen_core.testing import (
+    FLOAT_DTYPES,
+    LAYER_SHAPES,
+    M_VALUES,
+    assert_close,
+    assert_equal,
+    expect_kernel,
+    leading_shapes,
+    relative_error,
+    strided_copies,
+    tolerance,
+)
+from kitchen_fallback_volta import torch_path
+from kitchen_fallback_volta.torch_path import WORKSPACE_BYTES, choose_plan
+
+OURS = "fallback-volta/torch"
+MIB = 1 << 20
+
+
+def weight_of(n, k, low=-127):
+    return torch.randint(low, 128, (n, k), dtype=torch.int8), torch.rand(n, 1) * 1e-2
+
+
+def small_chunks(monkeypatch, workspace=96 << 10):
+    """Shares shrunk by one factor, so that small layers are cut as large ones are."""
+    factor = WORKSPACE_BYTES // workspace
+    for name in ("_OPERAND_BYTES", "_PREPARE_BYTES", "_CHUNK_BYTES"):
+        monkeypatch.setattr(torch_path, name, getattr(torch_path, name) // factor)
+
+
+# -------------------------------------------------------------------------------------------- the INT8 grid
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), LAYER_SHAPES)
+def test_int8_linear_bit_equal(n, k, dtype):
+    weight, scale = weight_of(n, k)
+    for m in M_VALUES:
+        for lead in leading_shapes(m):
+            x, bias = torch.randn(*lead, k).to(dtype), torch.randn(n).to(dtype)
+            for arguments in ((x, weight, scale), (x, weight, scale, bias, None, 64 if k % 64 == 0 else 0)):
+                expected = reference.int8_linear(*arguments)
+                assert_equal(torch_path.int8_linear(*arguments), expected, f"{lead}")
+                assert_equal(torch_path.int8_linear_fp16(*arguments), expected, f"{lead}, by name")
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("input_act", INPUT_ACTS)
+def test_every_argument_bit_equal(input_act, cut, monkeypatch):
+    if cut:
+        small_chunks(monkeypatch)
+    n, k = 200, 320
+    weight, scale = weight_of(n, k)
+    act_weight = torch.rand(k) if input_act == "rms_norm" else None
+    x = torch.randn(7, 11, input_width(k, input_act)).to(torch.bfloat16)
+    residual = torch.randn(7, 11, n).to(torch.bfloat16)
+    bias, row = torch.randn(n), torch.rand(n)
+    cases = [  # every value of every argument, beside others each time
+        (scale, None, None, None, None),
+        (scale[:1], bias, torch.float32, None, None),
+        (scale[0, 0], bias.half(), torch.float16, residual, None),
+        (scale.reshape(-1), bias.bfloat16(), torch.bfloat16, residual.float(), row),
+        (scale, None, torch.float32, residual, row[:1]),
+        (scale, bias, torch.float32, residual.half(), row[:1].half()),
+    ]
+    for weight_scale, case_bias, out, res, res_scale in cases:
+        arguments = (x, weight, weight_scale, case_bias, out, 16, input_act, act_weight, 1e-6, res, res_scale)
+        got = torch_path.int8_linear(*arguments)
+        assert_equal(got, reference.int8_linear(*arguments))
+        assert got.dtype == (out or x.dtype)
+        assert got.shape == (7, 11, n)
+
+
+def extreme_operands(k, code):
+    """Codes at the end of the grid, all of them and with a few odd ones, so that a lost unit shows."""
+    codes = torch.full((3, k), code, dtype=torch.int8)
+    codes[1, ::5] = 5
+    codes[2, 1] = 3
+    weight = torch.full((5, k), code, dtype=torch.int8)
+    weight[1:4] = -weight[1:4].clamp_min(-127)
+    weight[2, ::3] = 1
+    weight[3, -1] = 2
+    weight[4, ::2] -= 1 if code > 0 else -1
+    weight[4, 0] = 1
+    return codes, weight, codes.long() @ weight.long().T
+
+
+@pytest.mark.parametrize("k", [1024, 1025, 4096, 12288])
+@pytest.mark.parametrize("code", [127, -127, -128])
+def test_extreme_codes_at_large_k(k, code):
+    codes, weight, exact = extreme_operands(k, code)
+    assert exact.abs().max() == code * code * k
+    assert torch.equal(torch_path._accumulate(codes, weight, torch_path.EXACT_COLUMNS).long(), exact)
+    arguments = (codes, torch.ones(3, 1), weight, torch.ones(5), None, torch.float32)
+    assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
+    assert_equal(torch_path.int8_scaled_mm(*arguments), exact.float())
+
+
+@pytest.mark.parametrize("code", [127, -127, -128])
+def test_longer_slices_would_not_be_exact(code):
+    """The check above can fail: the same operands, summed in fp32 over slices of twice the columns."""
+    codes, weight, exact = extreme_operands(12_288, code)
+    assert not torch.equal(torch_path._accumulate(codes, weight, 2 * torch_path.EXACT_COLUMNS).long(), exact)
+
+
+def test_exact_beyond_int32():
+    codes = torch.full((1, 140_000), -128, dtype=torch.int8)
+    arguments = (codes, torch.ones(1, 1), codes, torch.ones(1), None, torch.float32)
+    assert codes.numel() * 2**14 > 2**31
+    assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
+
+
+def test_slices_are_as_long_as_exactness_allows():
+    assert torch_path.EXACT_COLUMNS * 128 * 128 == 2**24
+    limit = torch.tensor(2.0**24)
+    assert limit - 1 + 1 == limit
+    assert limit + 1 == limit
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 33, 64, 127, 128, 129, 255, 256, 257, 300])
+def test_scaled_mm_bit_equal_over_m(m, monkeypatch):
+    small_chunks(monkeypatch)
+    n, k = 130, 1100
+    codes, (weight, scale) = torch.randint(-128, 128, (m, k), dtype=torch.int8), weight_of(n, k, low=-128)
+    residual = torch.randn(m, n)
+    for bias, res in itertools.product((None, torch.randn(n)), (None, residual)):
+        arguments = (codes, torch.rand(m, 1), weight, scale, bias, torch.float16, res)
+        assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
+
+
+def test_layouts_do_not_matter():
+    x, (weight, scale) = torch.randn(17, 128), weight_of(40, 128)
+    expected = reference.int8_linear(x, weight, scale, None, None, 64)
+    for layout, strided in strided_copies(x).items():
+        assert_equal(torch_path.int8_linear(strided, weight, scale, None, None, 64), expected, f"x {layout}")
+    for layout, strided in strided_copies(weight).items():
+        assert_equal(torch_path.int8_linear(x, strided, scale, None, None, 64), expected, f"weight {layout}")
+    residual = torch.randn(40, 17).t()
+    arguments = (weight, scale, None, None, 0, "none", None, 0.0, residual)
+    assert_equal(torch_path.int8_linear(x, *arguments), reference.int8_linear(x, *arguments))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("fp16_activations", [False, True])
+def test_a_row_that_is_not_finite_spoils_itself_only(bad, fp16_activations):
+    x, (weight, scale) = torch.randn(5, 128), weight_of(24, 128)
+    clean = torch_path.int8_linear_fp16(x, weight, scale, fp16_activations=fp16_activations)
+    x[2, 7] = bad
+    y = torch_path.int8_linear_fp16(x, weight, scale, fp16_activations=fp16_activations)
+    assert y[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert_equal(y[others], clean[others])
+
+
+def test_empty_dimensions():
+    for m, n in ((0, 8), (3, 0), (0, 0)):
+        arguments = (torch.randn(m, 16), *weight_of(n, 16), torch.randn(n))
+        assert_equal(torch_path.int8_linear(*arguments), reference.int8_linear(*arguments), f"{m} {n}")
+        y = torch_path.int8_linear_fp16(*arguments, fp16_activations=True)
+        assert_equal(y, reference.int8_linear_fp16(*arguments, fp16_activations=True), f"{m} {n}")
+    bias = torch.randn(8)
+    for call in (torch_path.int8_linear, torch_path.int8_linear_fp16):
+        assert_equal(
+            call(torch.randn(3, 0), *weight_of(8, 0), bias), bias.expand(3, 8), "K = 0: the bias is all there is"
+        )
+
+
+def test_autocast_does_not_touch_the_codes():
+    x, (weight, scale) = torch.randn(5, 256), weight_of(24, 256)
+    codes, x_scale = reference.quantize_and_rotate_rowwise(x)
+    expected = reference.int8_scaled_mm(codes, x_scale, weight, scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_equal(torch_path.int8_scaled_mm(codes, x_scale, weight, scale), expected)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_fp16_accumulation_is_off_during_the_launch_and_restored(fast, monkeypatch):
+    """A framework's fast mode leaves torch's process-wide switch on; the fp32-output GEMM must not see it."""
+    settings, seen = torch.backends.cuda.matmul, []
+
+    def mm(a, b, out_dtype):
+        seen.append((settings.allow_fp16_accumulation, a.dtype, b.dtype, out_dtype))
+        return a.float() @ b.float()
+
+    before = settings.allow_fp16_accumulation
+    monkeypatch.setattr(torch, "mm", mm)
+    try:
+        settings.allow_fp16_accumulation = fast
+        torch_path._mm_fp32(torch.ones(2, 3).half(), torch.ones(4, 3).half())
+        assert settings.allow_fp16_accumulation is fast
+    finally:
+        settings.allow_fp16_accumulation = before
+    assert seen == [(False, torch.float16, torch.float16, torch.float32)]
+
+
+# --------------------------------------------------------------------------------------- FP16 activations
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), LAYER_SHAPES)
+def test_fp16_activations_agree_with_the_reference(n, k, dtype, cut, monkeypatch):
+    if cut:
+        small_chunks(monkeypatch)
+    weight, scale = weight_of(n, k)
+    allowed = tolerance(dtype, k)
+    for m in M_VALUES:
+        x, bias = torch.randn(m, k).to(dtype), torch.randn(n)
+        residual, res_scale = torch.randn(m, n).to(dtype), torch.rand(n)
+        arguments = (x, weight, scale, bias, None, 64, "none", None, 0.0, residual, res_scale, True)
+        magnitude = hadamard_rotate(x.float(), 64).abs() @ (weight.float() * scale).abs().T
+        magnitude = magnitude + bias.abs() + residual.float().abs()
+        assert_close(
+            torch_path.int8_linear_fp16(*arguments), reference.int8_linear_fp16(*arguments),
+            relative=allowed.relative, absolute=allowed.accumulation * magnitude,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [0, 256])
+def test_fp16_activations_err_at_most_a_quarter(group):
+    """Against fp64 with the same INT8 weight: what is left is the rounding of activations."""
+    k, n = 3072, 256
+    x, (weight, scale) = torch.randn(64, k), ops.quantize_int8_convrot_weight(torch.randn(n, k), group)
+    exact = hadamard_rotate(x, group).double() @ (weight.double() * scale.double()).T
+    errors = [
+        relative_error(
+            torch_path.int8_linear_fp16(x, weight, scale, None, None, group, fp16_activations=fp16_activations), exact
+        )
+        for fp16_activations in (False, True)
+    ]
+    assert errors[1] <= errors[0] / 4
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e-6, 1.0, 1e6, 1e30, 1e35])
+def test_fp16_activations_keep_their_error_at_any_magnitude(magnitude):
+    """A power of two per row: neither fp16 overflow nor fp16 underflow, whatever the scale of x."""
+    x, (weight, scale) = (torch.rand(4, 512) - 0.5) * magnitude, weight_of(16, 512)
+    exact = x.double() @ (weight.double() * scale.double()).T
+    y = torch_path.int8_linear_fp16(x, weight, scale, fp16_activations=True)
+    assert relative_error(y, exact) < relative_error(torch_path.int8_linear_fp16(x, weight, scale), exact)
+
+
+# ------------------------------------------------------------------------------------------------ workspace
+
+
+def peak_bytes(call):
+    """Most bytes alive at once while ``call`` runs, over those alive before it, and its result."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = call()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    assert events, "the profiler must have seen allocations"
+    return max(itertools.accumulate(e.nbytes() for e in events)), result
+
+
+@pytest.mark.parametrize("fp16_activations", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 40_000, 1024), (20_000, 64, 1024), (2048, 3072, 1024), (700, 1500, 5008), (3, 64, 400_000), (1500, 8, 16_384)],
+)
+def test_workspace_is_bounded(m, n, k, fp16_activations):
+    weight, scale = weight_of(n, k)
+    x, residual = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(m, n, dtype=torch.bfloat16)
+    for bias, res in ((None, None), (torch.randn(n), residual)):
+        top, y = peak_bytes(
+            lambda b=bias, r=res: torch_path.int8_linear_fp16(
+                x, weight, scale, b, None, 16, residual=r, fp16_activations=fp16_activations
+            )
+        )
+        workspace = top - y.numel() * y.itemsize
+        assert workspace <= WORKSPACE_BYTES, f"{workspace / MIB:.1f} MiB"
+
+
+def test_workspace_of_scaled_mm_is_bounded():
+    m, n, k = 2500, 2500, 1500
+    codes, (weight, scale) = torch.randint(-127, 128, (m, k), dtype=torch.int8), weight_of(n, k)
+    x_scale, residual = torch.rand(m, 1), torch.randn(m, n)
+    top, y = peak_bytes(
+        lambda: torch_path.int8_scaled_mm(codes, x_scale, weight, scale, torch.rand(n), torch.float16, residual)
+    )
+    assert top - y.numel() * y.itemsize <= WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize("operand_bytes", [2, 6])
+@pytest.mark.parametrize("element_bytes", [20, 28, 40])
+def test_plans_fit_and_cover(element_bytes, operand_bytes):
+    sizes = (1, 7, 128, 300, 3072, 4097, 65_536, 1_000_000)
+    for m, n, k in itertools.product(sizes, sizes, (1, 64, 3072, 1_000_000)):
+        for depth in (torch_path.EXACT_COLUMNS, torch_path.FP16_COLUMNS):
+            plan = choose_plan(m, n, k, depth, element_bytes, operand_bytes)
+            outputs = plan.rows * plan.columns
+            gemm = 12 * outputs + (plan.rows + plan.columns) * plan.depth * operand_bytes
+            assert max(gemm, element_bytes * outputs) <= torch_path._CHUNK_BYTES
+            assert 1 <= plan.rows <= m
+            assert 1 <= plan.columns <= n
+            assert plan.depth == min(depth, k)
+
+
+def test_chunks_are_whole_tiles_of_nearly_equal_size():
+    plan = choose_plan(4096, 12_288, 3072, 1024, 20)
+    assert plan.rows % 128 == 0
+    assert plan.columns % 128 == 0
+    assert choose_plan(300, 500, 3072, 1024, 20) == (300, 500, 1024)
+
+
+# --------------------------------------------------------------------------------------------- on a real GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [0, 1, 7, 17, 300, 2048])
+@pytest.mark.parametrize(("n", "k"), [(7, 128), (130, 384), (3072, 3072), (512, 12_288)])
+def test_gpu_int8_linear_fp16_bit_equal(m, n, k):
+    weight, scale = (t.cuda() for t in weight_of(n, k))
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    bias, residual = torch.randn(n, device="cuda"), torch.randn(m, n, dtype=torch.bfloat16, device="cuda")
+    arguments = (x, weight, scale, bias, None, 64, "none", None, 0.0, residual)
+    with use("core/eager"):
+        expected = ops.int8_linear(*arguments)
+    with expect_kernel("int8_linear_fp16", OURS):
+        assert_equal(ops.int8_linear_fp16(*arguments), expected)
+    with simulate("sm_70"), use(OURS), expect_kernel("int8_linear", OURS):
+        assert_equal(ops.int8_linear(*arguments), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("code", [127, -127, -128])
+def test_gpu_extreme_codes(code):
+    codes, weight, exact = extreme_operands(12_288, code)
+    for copies in (1, 100):  # the shapes that cuBLAS serves by different kernels
+        acc = torch_path._accumulate(codes.repeat(copies, 1).cuda(), weight.repeat(copies, 1).cuda(), 1024)
+        assert torch.equal(acc.cpu().long(), exact.repeat(copies, copies))
+
+
+@pytest.mark.gpu
+def test_gpu_fp16_accumulation_switch():
+    settings = torch.backends.cuda.matmul
+    x, (weight, scale) = torch.randn(64, 3072, device="cuda"), (t.cuda() for t in weight_of(256, 3072))
+    expected = ops.int8_linear_fp16(x, weight, scale)
+    try:
+        settings.allow_fp16_accumulation = True
+        assert_equal(ops.int8_linear_fp16(x, weight, scale), expected)
+        assert settings.allow_fp16_accumulation
+    finally:
+        settings.allow_fp16_accumulation = False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fp16_activations", [False, True])
+def test_gpu_workspace_graph_and_stream(fp16_activations):
+    m, n, k = 8192, 12_288, 3072
+    weight, scale = (t.cuda() for t in weight_of(n, k))
+    x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+
+    def call():
+        return ops.int8_linear_fp16(x, weight, scale, None, None, 256, fp16_activations=fp16_activations)
+
+    expected = call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y = call()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before - y.numel() * y.itemsize <= WORKSPACE_BYTES
+    assert_equal(y, expected)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        assert_equal(call(), expected)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(captured, expected)
+
+
+@pytest.mark.gpu
+def test_gpu_with_int8_tensor_cores_keeps_its_own_kernel():
+    problem = registry.Problem(
+        "int8_linear", torch.device("cuda:0"), torch.bfloat16, torch.bfloat16, 1, 3072, 3072, rotation=256
+    )
+    if torch.cuda.get_device_capability(0) < (7, 2):
+        pytest.skip("this GPU has no INT8 tensor cores")
+    assert registry.select(problem).id != OURS
