@@ -42,7 +42,7 @@ def test_every_environment_variable_is_documented():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
-    prose = re.sub(r"`[^`]*`", "", re.sub(r"^( {4}|```).*?$", "", text, flags=re.MULTILINE))
+    prose = re.sub(r"```.*?```|`[^`]*`|^ {4}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#:]+)\)", prose):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"`((?:packages|docs|tools|tests_integration|shared_cuda|benchmarks)/[\w/.-]+\.\w+)`", text):

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "activation": ("QuantizedActivation",),
+    "calibration": ("Calibration",),
     "devices": ("DeviceFacts", "device_facts", "simulate"),
     "errors": (
         "BuildMismatchError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from .errors import KitchenError
 
 EXIT_PROBLEM = 1  # the command ran and found a problem
 EXIT_ERROR = 2  # the command could not do what was asked
+EXIT_BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KitchenError as error:
         print(f"kitchen {options.command}: {error}", file=sys.stderr)
         return EXIT_ERROR
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 0
+    except BrokenPipeError:  # the reader left, as `| head` does: what was found is not known, so this is no success
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush complains
+        return EXIT_BROKEN_PIPE
 
 
 def _add_device_options(parser: argparse.ArgumentParser) -> None:

@@ -45,6 +45,7 @@ class Format:
     Config: ClassVar[type]
     tensors: ClassVar[tuple[TensorSpec, ...]]
     activation_kind: ClassVar[str] = "float"
+    uses_calibration: ClassVar[bool] = False
 
     # ------------------------------------------------------------------------------ what every format supplies
 
@@ -58,7 +59,11 @@ class Format:
 
     @classmethod
     def quantize(cls, weight: torch.Tensor, config: Any, seed: int = 0, **calibration: Any) -> Tensors:
-        """A float weight [N, K] as this format's tensors, by name. ``seed`` > 0 rounds stochastically where it can."""
+        """A float weight [N, K] as this format's tensors, by name. ``seed`` > 0 rounds stochastically where it can.
+
+        Formats that set ``uses_calibration`` take ``calibration=``, a ``kitchen_core.Calibration`` of the layer's inputs,
+        and then make its outputs on such inputs close instead of the weight. Shapes and dtypes are the same.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -155,18 +155,15 @@ class QuantizedLinear(nn.Linear):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        """Accept every spelling of the format's keys; refuse a marker that says another config."""
+        """Accept every spelling and packing that the format reads; refuse a marker that says another config."""
+        found = self.format.from_state_dict(state_dict, prefix)
         for spec in self.format.tensors:
-            for alias in spec.aliases:
-                if prefix + alias in state_dict and prefix + spec.key not in state_dict:
-                    state_dict[prefix + spec.key] = state_dict.pop(prefix + alias)
-            mine, given = self._parameters.get(spec.key), state_dict.get(prefix + spec.key)
-            if (
-                mine is not None
-                and given is not None
-                and (mine.dtype, given.dtype) == (torch.float8_e4m3fn, torch.uint8)
-            ):
-                state_dict[prefix + spec.key] = given.view(mine.dtype)  # bytes of e4m3, not numbers to convert
+            for key in (spec.key, *spec.aliases):
+                state_dict.pop(prefix + key, None)
+            given, mine = found.get(spec.name), self._parameters.get(spec.key)
+            if given is not None:
+                as_bytes = mine is not None and (mine.dtype, given.dtype) == (torch.float8_e4m3fn, torch.uint8)
+                state_dict[prefix + spec.key] = given.view(mine.dtype) if as_bytes else given
         marker = state_dict.get(prefix + MARKER)
         if marker is not None and marker.device.type != "meta":
             self._check_marker(prefix, read_marker(marker))
