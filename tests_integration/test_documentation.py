@@ -1,6 +1,7 @@
 """The documentation names tests, files and environment variables that exist."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -53,3 +54,11 @@ def test_no_module_is_longer_than_500_lines():
     modules = list((ROOT / "packages").glob("*/src/**/*.py"))
     assert len(modules) > 30
     assert not {str(p): n for p in modules if (n := len(p.read_text().splitlines())) > 500}
+
+
+def test_the_support_table_is_up_to_date():
+    spec = importlib.util.spec_from_file_location("support_table", ROOT / "tools" / "support_table.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    readme = (ROOT / "README.md").read_text()
+    assert tool.written(readme) == readme, "run: uv run python tools/support_table.py --write"

@@ -46,7 +46,7 @@ inline CUtensorMap encode_matrix_map(const MatrixMap& m) {
   const cuuint32_t steps[2] = {1, 1};
   const TensorMapEncoder encode = find_tensor_map_encoder();
   if (encode == nullptr) {
-    throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: a driver for CUDA 12.0 or later is needed");
+    throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: CUDA 12.0 or later is needed");
   }
   CUtensorMap map;
   const CUresult result = encode(&map, m.type, 2, const_cast<void*>(m.data), sizes, pitches, box, steps,

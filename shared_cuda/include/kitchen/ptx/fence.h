@@ -2,8 +2,6 @@
 // "barrier.cluster").
 #pragma once
 
-#include <cstdint>
-
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #error "kitchen/ptx/fence.h uses clusters and the async proxy: compile for sm_90 or later"
 #endif
@@ -14,14 +12,8 @@ namespace kitchen::ptx {
 // the writing threads has to follow.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-__device__ __forceinline__ uint32_t cluster_block_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of all blocks of the cluster. The unaligned forms are used: callers may have diverged.
-__device__ __forceinline__ void cluster_sync() {
+// cluster.h's cluster_sync for warps that may have diverged.
+__device__ __forceinline__ void cluster_sync_diverged() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 

@@ -1,0 +1,87 @@
+"""The README's table of what runs where, made from the registry with simulated devices.
+
+    python tools/support_table.py            print it
+    python tools/support_table.py --write    put it between the markers of README.md
+
+It shows release wheels: extensions are taken as built for the release architectures, whatever is built here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from kitchen_core import explain, simulate
+from kitchen_core.doctor import TYPICAL
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- support table: made by tools/support_table.py -->", "<!-- end of support table -->"
+
+RELEASE_ARCHS = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
+EXTENSIONS = ("kitchen_int8._extension",)
+DEVICES = {
+    "V100 (7.0)": ("sm_70", None),
+    "GTX 16xx (7.5)": ("sm_75", "NVIDIA GeForce GTX 1660"),
+    "T4, RTX 20 (7.5)": ("sm_75", None),
+    "A100, RTX 30, 40 (8.x)": ("sm_80", None),
+    "H100, H200 (9.0)": ("sm_90", None),
+    "B200 (10.0)": ("sm_100", None),
+    "RTX 50 (12.0)": ("sm_120", None),
+}
+OPS = {
+    "quantize_and_rotate_rowwise": "INT8 activation quantizer",
+    "int8_scaled_mm": "INT8 GEMM",
+    "w4a8_scaled_mm": "W4A8, W6A8 GEMM",
+    "scaled_mm_svdquant_w4a4": "SVDQuant GEMM",
+    "awq_linear": "AWQ linear",
+}
+PROBLEM = {"N": 3072, "K": 3072}
+
+
+@contextlib.contextmanager
+def released() -> Iterator[None]:
+    """Within the block every extension says that it was built for the release architectures."""
+    info = {"has_cuda": True, "archs": RELEASE_ARCHS, "nvcc": "13.0", "reason": ""}
+    with contextlib.ExitStack() as stack:
+        for name in EXTENSIONS:
+            stack.enter_context(mock.patch.object(importlib.import_module(name), "build_info", return_value=info))
+        yield
+
+
+def table() -> str:
+    """The table in markdown: one row per op, one column per kind of GPU, the kernel for M = 4096 in each cell."""
+    lines = ["| op | " + " | ".join(DEVICES) + " |", "| --- |" + " --- |" * len(DEVICES)]
+    with released():
+        for op, title in OPS.items():
+            cells = []
+            for arch, name in DEVICES.values():
+                with simulate(arch, name):
+                    found = explain(op, M=4096, device="cuda:0", **TYPICAL.get(op, PROBLEM))
+                cells.append("eager" if found.chosen.slow else found.chosen.id.removeprefix("core/"))
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def written(text: str) -> str:
+    """README text with the table between its markers."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        README.write_text(written(README.read_text()))
+    else:
+        print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
