@@ -5,7 +5,8 @@
     python tools/compile_check.py --archs 90a --only int8 -v
 
 Needs nvcc and no GPU. Checks too that each header of shared_cuda compiles alone, and, in the machine code, that kernels
-hold the instructions they were written for (EXPECTED) and no local memory. Files in a folder sm90 are compiled for 90a alone.
+hold the instructions they were written for (EXPECTED) and no local memory. Files in a folder sm75, sm80 or sm90 are
+compiled for the architectures of FOLDER_ARCHS alone. Spills beyond ALLOWED_SPILLS are errors.
 Objects and compiler logs are kept in build/compile_check.
 """
 
@@ -29,7 +30,7 @@ BUILD = ROOT / "build/compile_check"
 ARCHS = ("75", "80", "90a", "100", "120")
 FLAGS = [
     "-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-Xcompiler", "-fPIC,-fvisibility=hidden",
-    "-Werror", "all-warnings", "-Xptxas", "-v,--warn-on-spills",
+    "-Werror", "all-warnings", "-Xptxas", "-v",
 ]  # fmt: skip
 
 # (kernel name, architectures, instructions that must occur): regular expressions of kernels and of SASS mnemonics.
@@ -40,8 +41,19 @@ EXPECTED = [
     (r"quantize_rows_cluster\b", "90a 100 120", [r"LDG\.E\.128", "UCGABAR"]),
     (r"quantize_rows(_staged)?<.*(256|-1), 2,", "75 80 90a 100 120", [r"LDS(\.U)?\.64", r"STS\.128"]),
     (r"gemm_sm90::", "90a", ["IGMMA", "UTMALDG"]),
+    (r"gemm_sm80::", "80 90a 100 120", [r"IMMA\.16832\.S8", r"LDGSTS.*128", r"LDSM\.16\.M88\.4"]),
+    (r"gemm_sm75::", "75", [r"IMMA\.8816\.S8", r"LDG\.E\.128", r"STS\.128", r"LDSM\.16\.M88\.4"]),
+    (r"gemm_sm75::", "90a", ["IMMA", r"LDSM\.16\.M88\.4"]),
 ]
-NO_LOCAL_MEMORY = r"quantize_rows|gemm_sm90"
+NO_LOCAL_MEMORY = r"quantize_rows|gemm_sm(75|80|90)|reduce_splits"
+# Kernels that may spill, and how many bytes (stores and loads together), each with its reason:
+ALLOWED_SPILLS = {
+    # nine registers, once a tile around its 16-bit stores, none in the main loop; 4% faster than the 128x128 tile, which
+    # spills nothing (docs/kernels/int8_gemm_sm90.md)
+    r"gemm_sm90::.*TileConfig<128, 192, 2, 1, \(kitchen::gemm_sm90::Schedule\)1": 96,
+}
+# Folders of kernels that are not compiled for every architecture: as _kitchen_archs_of_folder in KitchenCuda.cmake.
+FOLDER_ARCHS = {"sm75": ("75", "90a"), "sm80": ("80", "90a", "100", "120"), "sm90": ("90a",)}
 
 
 class Unit(NamedTuple):
@@ -58,8 +70,12 @@ def units(archs: list[str], only: str) -> list[Unit]:
     sources = [
         path for path in sources if "fallback-volta" not in str(path) and only in str(path)
     ]  # its compiler is NVRTC
-    found = [Unit(path, arch) for path in sources for arch in archs if arch == "90a" or "sm90" not in path.parts]
+    found = [Unit(path, arch) for path in sources for arch in archs if arch in archs_of(path)]
     return found + [Unit(path, "90a") for path in header_units() if only in str(path) and "90a" in archs]
+
+
+def archs_of(source: Path) -> tuple[str, ...]:
+    return next((FOLDER_ARCHS[part] for part in source.parts if part in FOLDER_ARCHS), ARCHS)
 
 
 def header_units() -> list[Path]:
@@ -133,6 +149,20 @@ def registers(unit: Unit) -> dict[str, int]:
     return {name: int(count) for name, count in found}
 
 
+def spills(unit: Unit) -> dict[str, int]:
+    """Kernel -> bytes of spill stores and loads, from the compiler's log; only kernels that spill."""
+    text = demangle(unit.object.with_suffix(".log").read_text())
+    found = re.findall(
+        r"Compiling entry function '(.*?)' for .*?(\d+) bytes spill stores, (\d+) bytes spill loads", text, re.DOTALL
+    )
+    return {name: int(stores) + int(loads) for name, stores, loads in found if int(stores) + int(loads)}
+
+
+def allowed_spill(name: str) -> int:
+    """How many bytes a kernel may spill: 0 for all that ALLOWED_SPILLS does not name."""
+    return max((size for pattern, size in ALLOWED_SPILLS.items() if re.search(pattern, name)), default=0)
+
+
 def disassembler() -> str | None:
     """cuobjdump on PATH, or the one in the locked triton: a CUDA toolkit may come without it."""
     bundled = Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/bin/cuobjdump"
@@ -152,13 +182,22 @@ def instructions(unit: Unit, tool: str) -> dict[str, Counter[str]]:
 
 
 def complaints(unit: Unit, kernels: dict[str, Counter[str]]) -> list[str]:
-    found = []
+    spilled = spills(unit)
+    found = [
+        f"{unit.arch} {name}: spills {size} bytes, {allowed_spill(name)} are allowed"
+        for name, size in spilled.items()
+        if size > allowed_spill(name)
+    ]
     for name, counts in kernels.items():
         for pattern, archs, wanted in EXPECTED:
             if unit.arch in archs.split() and re.search(pattern, name):
                 missing = [word for word in wanted if not any(re.match(word, op) for op in counts)]
                 found += [f"{unit.arch} {name}: no {word} in its machine code" for word in missing]
-        if re.search(NO_LOCAL_MEMORY, name) and any(op.startswith(("LDL", "STL")) for op in counts):
+        if (
+            re.search(NO_LOCAL_MEMORY, name)
+            and not allowed_spill(name)
+            and any(op.startswith(("LDL", "STL")) for op in counts)
+        ):
             found.append(f"{unit.arch} {name}: uses local memory")
     return found
 
