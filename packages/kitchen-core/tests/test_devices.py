@@ -87,3 +87,14 @@ def test_real_facts():
     assert facts.capability == torch.cuda.get_device_capability(0)
     assert facts.sm_count > 0
     assert facts.driver_cuda >= 12000
+
+
+@pytest.mark.gpu
+def test_facts_of_a_real_gpu():
+    facts = device_facts("cuda:0")
+    assert facts.kind == "cuda"
+    assert facts.sm == 10 * torch.cuda.get_device_capability(0)[0] + torch.cuda.get_device_capability(0)[1]
+    assert facts.driver_cuda >= 11000
+    assert facts.sm_count > 0
+    assert facts.shared_memory_optin >= 48 << 10
+    assert not facts.simulated

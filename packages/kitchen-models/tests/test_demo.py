@@ -6,7 +6,7 @@ import pytest
 from kitchen_core import installed_formats
 from kitchen_core.errors import PluginError, UnsupportedError
 from kitchen_models import demo
-from kitchen_models.sentences import SENTENCES
+from kitchen_models.sentences import CALIBRATION_SENTENCES, SENTENCES
 
 missing = [name for name in (demo.MODEL_PACKAGE, "transformers") if importlib.util.find_spec(name) is None]
 needs_demo = pytest.mark.skipif(bool(missing), reason=f"the demo group is not installed: {', '.join(missing)}")
@@ -17,6 +17,12 @@ def test_sentences_are_many_different_and_of_varied_length():
     words = sorted(len(s.split()) for s in SENTENCES)
     assert words[0] <= 3
     assert words[-1] > 120
+
+
+def test_sentences_for_calibration_are_others_than_those_that_are_judged():
+    assert len(set(CALIBRATION_SENTENCES)) == len(CALIBRATION_SENTENCES) >= 60
+    assert not {s.lower() for s in SENTENCES} & {s.lower() for s in CALIBRATION_SENTENCES}
+    assert not any(s.lower() in t.lower() for s in SENTENCES for t in CALIBRATION_SENTENCES)
 
 
 def test_every_known_format_has_a_threshold():
@@ -42,6 +48,7 @@ def test_demo_smoke(kitchen, capsys, monkeypatch):
     (entry,) = report["formats"]
     assert entry["cosine_mean"] >= demo.THRESHOLDS[name]
     assert entry["bytes"] < report["bytes"]
+    assert entry["layers"] == 6 * 6 + 1, "every linear layer, the pooler included"
     assert sum(k["calls"] for k in entry["kernels"]) == 36 + 1
     assert {c["K"] for c in entry["configs"]} == {384, 1536}
     assert any("ran on" in line for line in entry["why"])

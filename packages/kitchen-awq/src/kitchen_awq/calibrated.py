@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kitchen_core.calibration import Calibration, Rounded, better_rows, compensated, damp, descend
+from kitchen_core.calibration import Calibration, Factored, Rounded, better_rows, compensated, descend
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 
 from .quantizer import quantize_awq
@@ -53,13 +53,13 @@ def quantize_awq_calibrated(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As ``quantize_awq``; no row has a larger calibration objective than there."""
     w = weight.float()
-    moment = calibration.mean_moment(w.device)
-    rule = AWQRule(group_size, moment.diagonal(), weight.dtype)
-    made = compensated(w, moment, rule)
-    damped = damp(moment)
-    refitted = descend(w, damped, rule, _refit(w, damped, rule, made), 1)
-    made = better_rows(w, moment, made, refitted)
-    made = better_rows(w, moment, _stored(*quantize_awq(weight, group_size), group_size), made)
+    metric = Factored.of(calibration.mean_moment(w.device))
+    rule = AWQRule(group_size, metric.moment.diagonal(), weight.dtype)
+    plain = _stored(*quantize_awq(weight, group_size), group_size)
+    made = compensated(w, metric, rule, passes=0, plain=plain)
+    if metric.inverse is not None:
+        refitted = descend(w, metric.damped, rule, _refit(w, metric.damped, rule, made), passes=1)
+        made = better_rows(w, metric.moment, made, refitted)
     codes = pack_nibbles(made.codes.to(torch.int8) + 8)
     scale, zero = (made.parameters[..., i].t().to(weight.dtype).contiguous() for i in (0, 1))
     return codes, scale, zero

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .arithmetic import hadamard_rotate
 from .errors import UnsupportedError
 
 logger = logging.getLogger("kitchen.calibration")
@@ -26,7 +27,7 @@ SAMPLE_ROWS = 512
 UPDATE_ROWS = 8192  # inputs turned to fp32 at a time
 DAMPING = 0.01  # of the mean of H's diagonal, added to the diagonal: stands for inputs that the calibration did not see
 BLOCK = 128  # columns between two updates of all later ones
-PASSES = 2  # of coordinate descent
+PASSES = 1  # of coordinate descent
 
 
 # -------------------------------------------------------------------------------------------------------- statistics
@@ -49,6 +50,10 @@ class Calibration:
         self.absmax = torch.zeros(in_features, device=device)
         self.sample = torch.zeros(0, in_features, device=device)
         self._stride = 1  # the sample holds the rows 0, stride, 2 * stride, ... of those seen
+
+    def mean_moment(self, device: torch.device | str) -> torch.Tensor:
+        """H over the number of rows seen, fp32 [K, K] on ``device``."""
+        return self.second_moment.to(device) / max(self.count, 1)
 
     def update(self, x: torch.Tensor) -> Calibration:
         """Take x [..., K] into account; returns itself. Nothing changes where this raises.
@@ -102,11 +107,15 @@ class Calibration:
         """Raises UnsupportedError unless the tensors are those of one calibration."""
         names = ("second_moment", "absmax", "sample", "numbers")
         if set(tensors) != set(names):
-            raise UnsupportedError(f"a calibration has the tensors {', '.join(names)}, got {', '.join(sorted(tensors))}")
+            raise UnsupportedError(
+                f"a calibration has the tensors {', '.join(names)}, got {', '.join(sorted(tensors))}"
+            )
         k = tensors["absmax"].numel()
         shapes = [tuple(tensors[name].shape) for name in names]
         if shapes != [(k, k), (k,), (shapes[2][0], k), (3,)]:
-            raise UnsupportedError(f"the tensors of a calibration do not fit each other: {dict(zip(names, shapes))}")
+            raise UnsupportedError(
+                f"the tensors of a calibration do not fit each other: {dict(zip(names, shapes, strict=True))}"
+            )
         count, sample_rows, stride = tensors["numbers"].tolist()
         made = cls(k, sample_rows)
         made.count, made._stride = count, stride
@@ -117,8 +126,11 @@ class Calibration:
         return f"Calibration(K={self.in_features}, {self.count} rows seen, {self.sample.shape[0]} kept)"
 
 
-def check_calibration(calibration: Calibration, in_features: int) -> None:
-    """Raises UnsupportedError unless this is a Calibration of a layer of K = ``in_features`` that saw something."""
+def check_calibration(calibration: Calibration, in_features: int, seed: int = 0) -> None:
+    """Raises UnsupportedError unless this is a Calibration of a layer of K = ``in_features`` that saw something.
+
+    Compensated rounding is deterministic, so a ``seed`` above 0, which asks for stochastic rounding, is refused with it.
+    """
     if not isinstance(calibration, Calibration):
         raise UnsupportedError(
             f"calibration must be a kitchen_core.Calibration, got {type(calibration).__name__}; "
@@ -132,12 +144,14 @@ def check_calibration(calibration: Calibration, in_features: int) -> None:
         raise UnsupportedError(
             "the calibration saw no input; run batches that reach this layer, or quantize it without calibration"
         )
+    if seed > 0:
+        raise UnsupportedError(
+            f"seed={seed} asks for stochastic rounding, a calibration for compensated; give one of them"
+        )
 
 
 def rotated(second_moment: torch.Tensor, group: int) -> torch.Tensor:
     """The second moment of inputs that ConvRot has rotated: R H R^T, with R the block-diagonal rotation of ``group``."""
-    from .arithmetic import hadamard_rotate
-
     return hadamard_rotate(hadamard_rotate(second_moment, group).t().contiguous(), group)
 
 
@@ -186,23 +200,59 @@ def nearest(weight: torch.Tensor, rule: Rule) -> Rounded:
     return Rounded(torch.cat(codes, 1), torch.cat(values, 1), torch.stack(parameters, 1))
 
 
-def compensated(
-    weight: torch.Tensor, second_moment: torch.Tensor, rule: Rule, damping: float = DAMPING, passes: int = PASSES
-) -> Rounded:
-    """A weight rounded so that its output errors cancel on the calibration's inputs; no row is worse than ``nearest``.
+class Factored(NamedTuple):
+    """A second moment made ready for ``compensated``, once for any number of weights.
 
-    Deterministic. Where H is zero, not finite or not positive definite even when damped, the reason is logged and
-    ``nearest`` is returned.
-
-    Shapes: weight fp32 [N, K]; second_moment fp32 [K, K].
+    ``moment`` H; ``damped`` H with its damping; ``inverse`` the upper triangular U with damped^-1 = U^T U, or None and
+    ``reason`` says why there is none.
     """
-    plain = nearest(weight, rule)
-    factor, damped, reason = _inverse_factor(second_moment, damping)
-    if reason:
-        logger.warning("columns are rounded one by one, without calibration: %s", reason)
+
+    moment: torch.Tensor
+    damped: torch.Tensor
+    inverse: torch.Tensor | None
+    reason: str
+
+    @classmethod
+    def of(cls, moment: torch.Tensor, damping: float = DAMPING) -> Factored:
+        """H = M M^T with M upper triangular comes from the Cholesky factor of H in reversed order; U = M^-1."""
+        damped = damp(moment, damping)
+        if not torch.isfinite(damped).all():
+            return cls(moment, damped, None, "the second moment of the inputs has inf or NaN")
+        if not damped.diagonal().mean() > 0:
+            return cls(moment, damped, None, "all calibration inputs are zero")
+        lower, info = torch.linalg.cholesky_ex(damped.double().flip(0, 1))
+        if info.item():
+            reason = (
+                f"the second moment of the inputs is not positive definite, damped by {damping:g} of its mean diagonal"
+            )
+            return cls(moment, damped, None, reason)
+        upper = lower.flip(0, 1)
+        identity = torch.eye(upper.shape[0], dtype=torch.float64, device=upper.device)
+        return cls(moment, damped, torch.linalg.solve_triangular(upper, identity, upper=True).float(), "")
+
+
+def compensated(
+    weight: torch.Tensor,
+    moment: torch.Tensor | Factored,
+    rule: Rule,
+    passes: int = PASSES,
+    plain: Rounded | None = None,
+) -> Rounded:
+    """A weight rounded so that its output errors cancel on the calibration's inputs; no row is worse than ``plain``.
+
+    ``plain`` is what to beat, ``nearest`` where None. Deterministic. Where H is zero, not finite or, even damped, not
+    positive definite, the reason is logged and ``plain`` is returned.
+
+    Shapes: weight fp32 [N, K]; moment fp32 [K, K].
+    """
+    if plain is None:
+        plain = nearest(weight, rule)
+    metric = moment if isinstance(moment, Factored) else Factored.of(moment)
+    if metric.inverse is None:
+        logger.warning("columns are rounded one by one, without calibration: %s", metric.reason)
         return plain
-    made = descend(weight, damped, rule, _sequential(weight, factor, rule, plain), passes)
-    return better_rows(weight, second_moment, plain, made)
+    made = descend(weight, metric.damped, rule, _sequential(weight, metric.inverse, rule, plain), passes)
+    return better_rows(weight, metric.moment, plain, made)
 
 
 def better_rows(weight: torch.Tensor, second_moment: torch.Tensor, a: Rounded, b: Rounded) -> Rounded:
@@ -221,24 +271,6 @@ def damp(second_moment: torch.Tensor, damping: float = DAMPING) -> torch.Tensor:
     made = second_moment.clone()
     made.diagonal().add_(damping * second_moment.diagonal().mean())
     return made
-
-
-def _inverse_factor(second_moment: torch.Tensor, damping: float) -> tuple[torch.Tensor | None, torch.Tensor, str]:
-    """(U, damped H, ""): U upper triangular with H^-1 = U^T U; or (None, H, why not).
-
-    H = M M^T with M upper triangular comes from the Cholesky factor of H with its rows and columns reversed; U = M^-1.
-    """
-    damped = damp(second_moment, damping)
-    if not torch.isfinite(damped).all():
-        return None, damped, "the second moment of the inputs has inf or NaN"
-    if not damped.diagonal().mean() > 0:
-        return None, damped, "all calibration inputs are zero"
-    lower, info = torch.linalg.cholesky_ex(damped.double().flip(0, 1))
-    if info.item():
-        return None, damped, f"the damped second moment of the inputs is not positive definite (damping {damping:g})"
-    upper = lower.flip(0, 1)
-    identity = torch.eye(upper.shape[0], dtype=torch.float64, device=upper.device)
-    return torch.linalg.solve_triangular(upper, identity, upper=True).float(), damped, ""
 
 
 def _blocks(columns: int, group: int) -> list[slice]:

@@ -9,6 +9,8 @@ Facts are read per device (never from "the current device"), cached per index, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -179,5 +181,12 @@ def _read_cuda_facts(index: int) -> DeviceFacts:
         sm_count=props.multi_processor_count,
         shared_memory_optin=getattr(props, "shared_memory_per_block_optin", 48 << 10),
         l2_bytes=getattr(props, "L2_cache_size", 0),
-        driver_cuda=torch._C._cuda_getDriverVersion(),
+        driver_cuda=_driver_cuda(),
     )
+
+
+def _driver_cuda() -> int:
+    """The newest CUDA version of the driver, as 13000 for 13.0; torch, which has it loaded by now, has no call that tells it."""
+    version = ctypes.c_int()
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0

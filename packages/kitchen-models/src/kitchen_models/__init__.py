@@ -13,12 +13,15 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpoint": "files",
     "Rules": "rules",
+    "calibrate": "calibrations",
     "inspect_file": "inspect",
     "load": "checkpoint",
+    "load_calibration": "calibrations",
     "load_into": "checkpoint",
     "quantize_": "quantize",
     "quantize_file": "quantize",
     "save": "checkpoint",
+    "save_calibration": "calibrations",
     "verify_files": "verify",
 }
 

@@ -54,6 +54,11 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
         "--option", action="append", default=[], metavar="NAME=VALUE", help="any other option of --format"
     )
     parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="what kitchen_models.save_calibration wrote: makes 4 bits far more accurate",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="list every layer, its rule and the reason; write nothing"
     )
     parser.add_argument("--json", action="store_true", help="machine-readable report")
@@ -76,7 +81,7 @@ def _quantize(options: argparse.Namespace) -> int:
             given[name] = getattr(options, name)
     with progress_bar() as progress:
         report = quantize_file(
-            options.input, options.output, rules, options.format, given, options.dry_run, progress
+            options.input, options.output, rules, options.format, given, options.dry_run, progress, options.calibration
         )  # fmt: skip
     if options.json:
         print(json.dumps({**report.as_json(), "dry_run": options.dry_run, "summary": report.summary()}, indent=2))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from kitchen_core import QuantizedLinear
+from kitchen_core import Calibration, QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
 
+from .calibrations import Calibrations, calibrated_layers, load_calibration
 from .dialect import MARKER, StoredLayer, find_layers, header_metadata, marker_bytes, naming
 from .files import TORCH_DTYPES, Checkpoint, open_binary, printable
 from .rows import check_finite, output_shapes, quantize_rows
@@ -35,6 +36,7 @@ class Report:
     bytes_after: int
     seconds: float = 0.0
     path: str = ""
+    calibrated: frozenset[str] = frozenset()
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
@@ -53,6 +55,7 @@ class Report:
     def summary(self) -> str:
         """One line: layers by format, GiB before and after, what was left and why."""
         formats = ", ".join(f"{count} {name}" for name, count in self.by_format().items()) or "none"
+        formats += f"; {len(self.calibrated)} calibrated" if self.calibrated else ""
         sizes = f"{self.bytes_before / 2**30:.3f} -> {self.bytes_after / 2**30:.3f} GiB"
         reasons = Counter(d.reason for d in self.left)
         shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
@@ -65,6 +68,7 @@ class Report:
         return {
             "layers": [d.as_json() for d in self.decisions],
             "by_format": self.by_format(),
+            "calibrated": sorted(self.calibrated),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "seconds": self.seconds,
@@ -83,12 +87,14 @@ def quantize_file(
     options: Mapping[str, Any] | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
+    calibration: Calibrations | str | os.PathLike[str] | None = None,
 ) -> Report:
     """Quantize a safetensors file, or a sharded one by its index, into one file in the comfy dialect.
 
     Layers are read, quantized and written one at a time, so that memory does not grow with the file. The target appears
     complete or not at all. ``rules``, ``format`` and ``options`` as in ``Rules.of``. Layers that are quantized already
-    are copied with their markers; everything else is copied byte for byte.
+    are copied with their markers; everything else is copied byte for byte. ``calibration``: what ``calibrate`` returned,
+    or the path where ``save_calibration`` put it; a layer that it has, in a format that uses it, is read as a whole.
     Raises FormatError for a bad source, UnsupportedError, naming the layer, for a weight with inf or NaN, and where no
     layer at all would be quantized; nothing is written then.
     """
@@ -102,17 +108,22 @@ def quantize_file(
     if not chosen:
         report = Report(decisions, checkpoint.file_bytes, checkpoint.file_bytes)
         raise UnsupportedError(f"nothing to do: {report.summary()}; see all reasons with --dry-run, or write a rule")
+    if isinstance(calibration, str | os.PathLike):
+        calibration = load_calibration(calibration)
+    calibrated = calibrated_layers(calibration, decisions)
     planned, markers = _outputs(checkpoint, chosen)
     markers |= {name: layer.marker for name, layer in stored.items()}
     bytes_after = sum(p.nbytes for p in planned)
     if not dry_run:
         _refuse_clashes(planned)
-        metadata = _metadata(checkpoint, decisions, markers, progress)
+        metadata = _metadata(checkpoint, decisions, markers, calibrated, progress)
         with writing(Path(target), planned, metadata) as writer:
-            _stream(checkpoint, chosen, writer, progress)
+            given = dict.fromkeys(calibrated, calibration)
+            _stream(checkpoint, chosen, given, writer, progress)
             bytes_after = writer.file_bytes
     checkpoint.close()
-    return Report(decisions, checkpoint.file_bytes, bytes_after, time.perf_counter() - started, str(target))
+    seconds = time.perf_counter() - started
+    return Report(decisions, checkpoint.file_bytes, bytes_after, seconds, str(target), calibrated)
 
 
 def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules) -> tuple[Decision, ...]:
@@ -155,7 +166,11 @@ def _outputs(checkpoint: Checkpoint, chosen: Mapping[str, Decision]) -> tuple[li
     return planned, markers
 
 
-def _stream(checkpoint: Checkpoint, chosen: Mapping[str, Decision], writer: Any, progress: Progress | None) -> None:
+def _stream(
+    checkpoint: Checkpoint, chosen: Mapping[str, Decision], given: Mapping[str, Calibrations], writer: Any,
+    progress: Progress | None,
+) -> None:  # fmt: skip
+    """``given`` has the calibrations to look in for each layer that uses one: they may lie in a file."""
     done, total = 0, checkpoint.nbytes
     for info in checkpoint.in_file_order():
         layer = layer_of(info.name)
@@ -164,17 +179,20 @@ def _stream(checkpoint: Checkpoint, chosen: Mapping[str, Decision], writer: Any,
         if layer is None or layer not in chosen:
             writer.put_blocks(info.name, checkpoint.blocks(info.name))
         else:
-            _put_layer(checkpoint, chosen[layer], info.name, writer)
+            calibration = given[layer][layer] if layer in given else None
+            _put_layer(checkpoint, chosen[layer], info.name, writer, calibration)
         done += info.nbytes
     if progress:
         progress("done", done, total)
 
 
-def _put_layer(checkpoint: Checkpoint, decision: Decision, key: str, writer: Any) -> None:
+def _put_layer(
+    checkpoint: Checkpoint, decision: Decision, key: str, writer: Any, calibration: Calibration | None
+) -> None:
     format, config = decision.format, decision.config
     with naming(decision.layer):
         tensors = quantize_rows(
-            lambda rows: checkpoint.read(key, rows), format, config, decision.shape, decision.dtype
+            lambda rows: checkpoint.read(key, rows), format, config, decision.shape, decision.dtype, calibration
         )  # fmt: skip
         format.check(tensors, config)
         for name, tensor in format.state_dict(tensors, _key(decision.layer, "")).items():
@@ -186,11 +204,14 @@ def _metadata(
     checkpoint: Checkpoint,
     decisions: tuple[Decision, ...],
     markers: dict[str, dict[str, Any]],
+    calibrated: frozenset[str],
     progress: Progress | None,
 ) -> dict[str, str]:
     entries = {d.layer: d.as_json() for d in decisions if d.format is not None}
     for entry in entries.values():
-        del entry["layer"], entry["shape"]
+        if entry.pop("layer") in calibrated:
+            entry["calibrated"] = True
+        del entry["shape"]
     left = {d.layer: d.reason for d in decisions if d.format is None and d.is_matrix}
     hashes = {file.name: sha256_of(file, progress) for file in checkpoint.files}
     recipe = {"made_by": "kitchen_models.quantize_file", "layers": entries, "left": left, "source": hashes}
@@ -239,13 +260,17 @@ def _refuse_clashes(planned: list[Planned]) -> None:
 
 
 def quantize_(
-    model: nn.Module, rules: Any = (), format: str | None = None, options: Mapping[str, Any] | None = None
+    model: nn.Module,
+    rules: Any = (),
+    format: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    calibration: Calibrations | None = None,
 ) -> Report:
     """Replace the nn.Linear modules of a model by QuantizedLinear, in place, as the rules say.
 
-    ``quantize_(model, "int8")`` takes the default rules; else as in ``Rules.of``. The result is bit for bit that of
-    ``quantize_file`` and ``load_into``. Every rule is applied and every weight looked at before the first module is
-    replaced: an error leaves the model as it was.
+    ``quantize_(model, "int8")`` takes the default rules; else as in ``Rules.of``. ``calibration``: what ``calibrate``
+    returned for this model. The result is bit for bit that of ``quantize_file`` and ``load_into``. Every rule is applied
+    and every weight looked at before the first module is replaced: an error leaves the model as it was.
     Raises UnsupportedError, naming the layer, for a weight with inf or NaN or on the meta device.
     """
     started = time.perf_counter()
@@ -258,6 +283,7 @@ def quantize_(
         for name, module in linears.items()
     )
     chosen = [d for d in decisions if d.format is not None]
+    calibrated = calibrated_layers(calibration, decisions)
     for decision in chosen:
         with naming(decision.layer):
             weight = linears[decision.layer].weight
@@ -272,19 +298,19 @@ def quantize_(
     for decision in chosen:
         linear = linears[decision.layer]
         with naming(decision.layer):
-            made = _quantized(linear, decision)
+            made = _quantized(linear, decision, calibration[decision.layer] if decision.layer in calibrated else None)
         saved += linear.weight.nbytes - sum(t.nbytes for t in made.inner().values())
         for name in names[id(linear)]:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made)
-    return Report(decisions, before, before - saved, time.perf_counter() - started)
+    return Report(decisions, before, before - saved, time.perf_counter() - started, "", calibrated)
 
 
-def _quantized(linear: nn.Linear, decision: Decision) -> QuantizedLinear:
+def _quantized(linear: nn.Linear, decision: Decision, calibration: Calibration | None) -> QuantizedLinear:
     weight = linear.weight.detach()
     tensors = quantize_rows(
         lambda rows: weight if rows is None else weight[rows], decision.format, decision.config, decision.shape,
-        weight.dtype,
+        weight.dtype, calibration,
     )  # fmt: skip
     tensors = {name: tensor.to(weight.device) for name, tensor in tensors.items()}
     bias = None if linear.bias is None else linear.bias.detach()

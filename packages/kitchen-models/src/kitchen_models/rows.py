@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kitchen_core import Calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors
 
@@ -73,14 +74,16 @@ def output_shapes(format: type[Format], config: Any, rows: int, in_features: int
 
 def quantize_rows(
     read: Callable[[slice | None], torch.Tensor], format: type[Format], config: Any, shape: tuple[int, int],
-    dtype: torch.dtype,
+    dtype: torch.dtype, calibration: Calibration | None = None,
 ) -> Tensors:  # fmt: skip
-    """Quantize a weight [N, K] that ``read`` gives as a whole or in slices of rows.
+    """Quantize a weight [N, K] that ``read`` gives as a whole or in slices of rows; as a whole with a ``calibration``.
 
     Raises UnsupportedError naming row and column for a weight with inf or NaN, and FormatError where a format made other
     shapes than it said.
     """
     rows, in_features = shape
+    if calibration is not None:
+        return _quantize(format, config, read(None), 0, calibration=calibration)
     step = max(ROW_BLOCK, SLICE_ELEMENTS // in_features // ROW_BLOCK * ROW_BLOCK)
     dims = row_dims(format, config, in_features, dtype) if rows > step else None
     if dims is None:
@@ -106,9 +109,9 @@ def _slices(rows: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _quantize(format: type[Format], config: Any, weight: torch.Tensor, first_row: int) -> Tensors:
+def _quantize(format: type[Format], config: Any, weight: torch.Tensor, first_row: int, **given: Any) -> Tensors:
     check_finite(weight, first_row)
-    return {name: tensor for name, tensor in format.quantize(weight, config).items() if tensor is not None}
+    return {name: tensor for name, tensor in format.quantize(weight, config, **given).items() if tensor is not None}
 
 
 def check_finite(weight: torch.Tensor, first_row: int = 0) -> None:

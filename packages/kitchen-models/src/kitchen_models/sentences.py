@@ -92,3 +92,148 @@ SENTENCES = (
     "error: undefined reference to 'main'",
     "The soup needs salt.",
 )
+
+# What the formats are calibrated on. None of these is among those that are judged.
+CALIBRATION_SENTENCES = (
+    "Thank you.",
+    "No entry",
+    "Where is my umbrella?",
+    "It snowed in April.",
+    "second-hand bicycles near me",
+    "Open the window, please.",
+    "She never answers letters.",
+    "TypeError: 'NoneType' object is not iterable",
+    "how to remove red wine from a carpet",
+    "The bridge was painted green.",
+    "What year did the first railway open?",
+    "Der Zug hat heute vierzig Minuten Verspätung.",
+    "Les enfants jouent dans la cour de l'école.",
+    "El mercado abre a las siete de la mañana.",
+    "best hiking boots for wide feet",
+    "for i in range(10): print(i ** 2)",
+    "The lighthouse keeper retired last summer.",
+    "Prices include tax but not delivery.",
+    "Two of the three witnesses had been asleep.",
+    "He plays chess by post with a man in Iceland.",
+    "Warning: the floor is slippery when it is wet.",
+    "Which vitamins are found in carrots and spinach?",
+    "The moon was so bright that we could read outside.",
+    "Her violin is older than the house she keeps it in.",
+    "Our neighbour's rooster has no respect for Sundays.",
+    "A glacier moves a little faster in the afternoon.",
+    "The password must have twelve letters and a digit.",
+    "Nurses work three night shifts and then rest for four days.",
+    "Please find attached the minutes of Tuesday's meeting.",
+    "The striker was injured in the final minute of the match.",
+    "Copper turns green because it reacts with air and rain.",
+    "My grandfather could whistle two notes at the same time.",
+    "The election result was announced shortly before midnight.",
+    "git commit -m 'fix off-by-one in the parser'; git push origin main",
+    "Bees tell each other by a dance where the flowers are.",
+    "The tenant shall give notice in writing three months ahead.",
+    "If x is even then x squared is even; the converse holds as well.",
+    "We lost the signal somewhere behind the second range of hills.",
+    "The recipe calls for saffron, but nobody will notice turmeric.",
+    "She defended her thesis on a Friday and was at sea by Monday.",
+    "A virus cannot multiply without the machinery of a living cell.",
+    "The stock fell nine percent after the chief executive resigned.",
+    "Could you tell me whether this bus stops at the central hospital?",
+    "They bought the farm for its view and sold it because of the wind.",
+    "The painter ground his own colours and mixed them with walnut oil.",
+    "Most of the passengers had not noticed that the ship was turning.",
+    "Wolves returned to the forest forty years after the last was shot.",
+    "HTTP 404 means that the server was reached and the page was not there.",
+    "The old cinema is now a climbing hall with a very good coffee machine.",
+    "Every spring the carpenter planes the door, and every autumn it sticks.",
+    "In chess a pawn that reaches the last rank may become any other piece.",
+    "The satellite photographs the same strip of desert every sixteen days.",
+    "To tie the knot, pass the long end twice around the post and under itself.",
+    "The jury could not agree, so a second trial was set for the first of June.",
+    "Tea came to the coast by ship and to the inland towns on the backs of camels.",
+    "A good editor removes the sentence of which the author is most proud.",
+    "The patient complained of dizziness and was told to drink more and stand up slowly.",
+    "When the dam was finished, the church tower still showed above the water in dry summers.",
+    "Vaccines train the immune system with a harmless part of what might attack it later.",
+    "The company promised to refund every ticket, and then stopped answering the telephone.",
+    "Please water the ferns twice a week, the cactus once a month, and the plastic palm never.",
+    "A hash table answers in constant time as long as its keys are spread evenly over the buckets.",
+    "The two brothers spoke different dialects because each had been sent to a different aunt.",
+    "Although the road was shorter, the guide preferred the path, since the path had never been robbed.",
+    "The choir rehearses on Wednesdays in the gymnasium, which smells of rubber and has a perfect echo.",
+    "Earthquakes cannot be predicted to the day, but the places where they will happen are well known.",
+    "I would like to cancel my subscription, and I have now written this sentence to you four times.",
+    "The gallery bought the drawing for eleven pounds in 1912 and insured it for eleven million last year.",
+    "Farmers in the delta plant rice in the wet months and, on the same fields, lentils in the dry ones.",
+    "The referee stopped the game for a hedgehog, which took its time and was applauded off the pitch.",
+    "An honest scale weighs the same in the morning as in the evening; an honest merchant checks it twice.",
+    "Because the cable had been cut, the island was without telephone, television and arguments for a week.",
+    "The professor began each lecture with a mistake, and gave a chocolate to the first student who found it.",
+    "Sharks have lived in the sea for longer than trees have stood on land, and have changed much less since.",
+    "The locksmith opened the safe in four minutes, charged for an hour, and explained that the rest was practice.",
+    "Insulin was first given to a human being in January 1922, and within a year it was being made in quantity.",
+    "The spacecraft will pass the planet at a distance of nine thousand kilometres and use its pull to change course.",
+    "At the border they looked into the trunk, counted the cheeses, shook their heads, and let the family drive on.",
+    "Add one to the counter, compare it with the limit, and, if it is not yet reached, jump back to the first line.",
+    "A sonnet has fourteen lines, a limerick five, and a telegram, which was paid by the word, as few as could be borne.",
+    "The museum of failed inventions is open on weekdays, except when its automatic doors have locked the staff out again.",
+    "Inflation is easiest to see at the baker's: the loaf costs the same as it did last year, and it has become smaller.",
+    "The archive holds nine kilometres of shelves, and the one box that the historian needed had been labelled as curtains.",
+    "After the second rehearsal the conductor asked the trumpets to play as if they were standing in the next valley, and "
+    "the flutes as if they had just woken up; the percussion, he said, should imagine a very small kitchen.",
+    "The plumber traced the leak from the ceiling to a pipe, from the pipe to a valve, and from the valve to a previous "
+    "plumber, whose sticker with a telephone number was still attached to the boiler.",
+    "Photosynthesis turns light, water and carbon dioxide into sugar and oxygen. At night the plant burns part of the sugar "
+    "again, as animals do, and what is left over becomes leaves, wood, fruit and, much later, coal.",
+    "Your order has been shipped and should arrive within three working days. If you are not at home, the parcel is left "
+    "with a neighbour or taken to the post office, where it waits for a week. Returns are free until the end of the month.",
+    "Machine learning models are trained by showing them examples and correcting their answers a little each time. What "
+    "they learn is not written down anywhere as a rule: it is spread over millions of numbers, and reading it out of them "
+    "again is a science of its own.",
+    "The tenants on the second floor hear the lift, those on the third hear the tenants on the fourth, and those on the "
+    "fourth hear nothing at all, because they have put carpets on the floor, carpets on the walls, and, since the twins "
+    "were born, wax in their ears.",
+    "In the spring of that year the king sent three ships to find the source of the spice. One came back after a month with "
+    "a broken mast, one after two years with pepper and half its crew, and the third is still shown on old maps, drawn by "
+    "people who waited for it, a finger's width from the edge of the world.",
+    "The new tram line will connect the university with the harbour in seventeen minutes. Construction begins in March and "
+    "is expected to take four years. Shops along the route fear for their customers, the cycling club asks for wider lanes, "
+    "and the archaeologists have asked everybody to dig slowly, since the line crosses a Roman cemetery.",
+    "A database transaction either happens as a whole or not at all. Suppose that money moves from one account to another "
+    "and the power fails between the two steps: without transactions the money would be gone from the first account and "
+    "would never reach the second. The log on disk, written before anything else, is what allows the system to finish the "
+    "work or to undo it when the lights come back on.",
+    "Whooping cranes learn their route from their parents, and when the last wild flock had shrunk to fifteen birds there "
+    "were too few parents left to teach it. So biologists dressed in white, raised the chicks with puppets, and led them "
+    "south behind a very slow aeroplane. The birds followed it over seven states. In the following spring, to the relief of "
+    "everybody involved, they came home without any help, and without the puppets.",
+    "Question: my sourdough rises well but collapses in the oven. I feed the starter twice a day, use strong flour, and "
+    "proof the loaf overnight in the refrigerator. Answer: it is probably proofed for too long. Press the dough with a wet "
+    "finger; if the dent stays, the dough has used up its strength. Shorten the first rise by an hour, shape the loaf more "
+    "tightly, and bake it straight from the cold. If the crumb is still dense near the bottom, your stone is not hot enough: "
+    "give it forty-five minutes at full heat before the bread goes in.",
+    "The defendant, a clockmaker aged sixty-one, was accused of having slowed the town hall clock by six minutes so that the "
+    "mayor would miss the train to the capital, where a vote on the closing of the market was to be held. He admitted the "
+    "six minutes and denied the intention. The clock, he said, had been cleaned, and a clean clock needs a few days to find "
+    "its pace again. Asked why he had stood on the platform at that hour with a newspaper, he answered that he liked to see "
+    "trains leave on time. The court fined him the price of one ticket, second class, and the market is held to this day.",
+    "Quarterly results: revenue rose by six percent to 412 million, driven by strong demand for pumps and valves in Asia, "
+    "while sales of heating systems in Europe fell by a tenth. Operating profit was flat at 38 million owing to higher steel "
+    "prices and the cost of moving the foundry. The board proposes a dividend of 1.20 per share, unchanged from last year. "
+    "For the coming quarter the company expects a similar level of orders, with risks from exchange rates and from a strike "
+    "at two of its suppliers. The chief financial officer will leave in the autumn; a successor has been found within the "
+    "company and will be named at the annual meeting. Analysts had expected somewhat more, and the share lost two percent.",
+    "The human ear turns pressure into electricity in three steps. Sound moves the eardrum, the drum moves three small bones, "
+    "and the last of these pushes on the fluid of the inner ear, which is coiled like the shell of a snail. A membrane runs "
+    "along the coil, stiff and narrow at one end, wide and slack at the other, so that every pitch shakes a place of its "
+    "own: high notes near the entrance, low notes deep inside. On the membrane sit rows of cells with fine hairs, and when "
+    "these bend, tiny channels open and the cell fires. We are born with about fifteen thousand such cells in each ear, and "
+    "not one of them grows back. Loud music does not wear out the ear as walking wears out a shoe; it is more like stepping "
+    "on a lawn until there is a path, and then wondering where the grass has gone.",
+    "Dear Sir or Madam, I am writing about the flat on the corner of Mill Street which you advertised on Thursday. We are a "
+    "family of four, with a quiet dog and a piano that is played between five and six. My wife teaches geography at the "
+    "secondary school, and I repair instruments, mostly accordions, in a workshop outside the town, so there would be no "
+    "noise from work. We could move in on the first of September or, if the present tenants leave earlier, in the middle of "
+    "August. Would it be possible to see the rooms at the weekend? We would also like to ask whether the cellar is dry, "
+    "whether bicycles may stand in the yard, and who looks after the cherry tree. With kind regards, and with two letters "
+    "of recommendation attached, one of them from our present landlady, who is sorry to see us go, and sorrier about the dog.",
+)

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import torch
 
-from kitchen_core.calibration import Calibration, Rounded, compensated, damp, nearest
+from kitchen_core.calibration import Calibration, Factored, Rounded, compensated, damp, nearest
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT, quantize_svdquant_w4a4
 
 from .quantizer import SCALE_SHRINKS, Parts, centred, floored, low_rank, output_error, storable
 
-TURNS = 3
+TURNS = 2
 DAMPING = 0.003  # the noise of the activation adds far more to most of the diagonal
-METRIC_FLOOR = 1e-6  # of the mean of a metric's diagonal, so that it has a Cholesky factor
+METRIC_FLOOR = 1e-4  # of the mean of a metric's diagonal, so that it has a Cholesky factor
 
 
 class SVDQuantRule:
@@ -75,16 +75,18 @@ def quantize_svdquant_calibrated(
     factors = [smooth.float()] if smooth is not None else _smooth_factors(w, moment)
     best = None
     for factor in (storable(factor, weight.dtype) for factor in factors):
-        fit = _Fit(w, factor, rank, act_unsigned, moment, sample, expected)
-        found = fit.turn(fit.first_branch(), plain=True)
+        fit = _Fit(w, factor, rank, act_unsigned, sample, expected)
+        found = fit.plain_turn()
         if best is None or found[0] < best[0][0]:
             best = found, fit
     found, fit = best
-    up_down = fit.first_branch()
-    for _ in range(TURNS if rank else 1):
-        made = fit.turn(up_down)
+    fit.measure(moment)
+    branch = fit.first_branch()
+    for turn in range(TURNS if rank else 1):
+        made = fit.turn(branch)
         found = min(found, made, key=lambda entry: entry[0])
-        up_down = fit.next_branch(made[2])
+        if turn < TURNS - 1:
+            branch = fit.next_branch(made[2])
     return found[1]
 
 
@@ -96,20 +98,22 @@ def _smooth_factors(w: torch.Tensor, moment: torch.Tensor) -> list[torch.Tensor]
 
 
 class _Fit:
-    """One smooth factor: its metrics, and turns of branch and residual."""
+    """One smooth factor: plain rounding with it and, once the inputs are measured, turns of branch and residual."""
 
-    def __init__(self, w, factor, rank, act_unsigned, moment, sample, expected) -> None:
+    def __init__(self, w, factor, rank, act_unsigned, sample, expected) -> None:
         self.w, self.factor, self.rank, self.act_unsigned = w, factor, rank, act_unsigned
         self.sample, self.expected = sample, expected
-        self.smooth = smooth = factor.float()
-        h = damp(moment / (smooth.unsqueeze(1) * smooth), DAMPING)
-        noise = self._activation_error().square().mean(0)
-        self.noisy = h + torch.diag(noise)
-        wide = h.double()
-        gain = torch.linalg.solve(self.noisy.double(), wide)  # (H + D)^-1 H: the transpose of the target's factor
-        self.gain = gain.t().float()
-        self.signal = _root(wide)
-        self.remaining = _root(wide - wide @ gain)
+        self.smooth = factor.float()
+
+    def measure(self, moment: torch.Tensor) -> None:
+        """The metrics of the module's text: H, H + D, the factor H (H + D)^-1 of the target, and what the best R leaves."""
+        h = damp(moment / (self.smooth.unsqueeze(1) * self.smooth), DAMPING)
+        self.noisy = Factored.of(h + torch.diag(self._activation_error().square().mean(0)), damping=0.0)
+        self.signal, self.remaining, self.gain = _root(h), None, None
+        if self.noisy.inverse is not None:
+            half = self.noisy.inverse @ h
+            self.gain = half.t() @ self.noisy.inverse
+            self.remaining = _root(h - half.t() @ half)
 
     def _activation_error(self) -> torch.Tensor:
         """What the 4-bit activation differs by from x / smooth on the sample rows, fp32 [M, K]."""
@@ -135,24 +139,31 @@ class _Fit:
         dtype = self.factor.dtype
         return up.to(dtype).contiguous(), (down / self.smooth.unsqueeze(1)).to(dtype).contiguous()
 
-    def turn(self, branch: tuple[torch.Tensor, torch.Tensor], plain: bool = False) -> tuple[float, Parts, torch.Tensor]:
+    def plain_turn(self) -> tuple[float, Parts, torch.Tensor]:
+        """Without calibration: the largest singular directions, and columns rounded one by one."""
+        up, down = self._branch(self.w * self.smooth, None)
+        rule = SVDQuantRule(torch.ones_like(self.smooth), self.factor.dtype)
+        return self._made(nearest(self._left_by(up, down), rule), up, down)
+
+    def turn(self, branch: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, Parts, torch.Tensor]:
         """(output error, Parts, residual values [N, K]) for a branch, whose rounding the residual absorbs."""
-        up, down = branch
-        target = (self.w - up.float() @ down.float().t()) * self.smooth
-        rule = SVDQuantRule(self.noisy.diagonal(), self.factor.dtype)
-        made: Rounded
-        if plain:
-            made = nearest(target, rule)
-        else:
-            made = compensated(target @ self.gain, self.noisy, rule, damping=0.0, passes=0)
-        scale = made.parameters.squeeze(-1).t().to(self.factor.dtype).contiguous()
-        parts = Parts(pack_nibbles(made.codes.to(torch.int8)), scale, down, up, self.factor)
-        error = output_error(parts, made.values, self.act_unsigned, self.sample, self.expected)
-        return error, parts, made.values
+        target = self._left_by(*branch)
+        if self.gain is not None:
+            target = target @ self.gain
+        rule = SVDQuantRule(self.noisy.moment.diagonal(), self.factor.dtype)
+        return self._made(compensated(target, self.noisy, rule, passes=0), *branch)
+
+    def _left_by(self, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return (self.w - up.float() @ down.float().t()) * self.smooth
+
+    def _made(self, rounded: Rounded, up: torch.Tensor, down: torch.Tensor) -> tuple[float, Parts, torch.Tensor]:
+        scale = rounded.parameters.squeeze(-1).t().to(self.factor.dtype).contiguous()
+        parts = Parts(pack_nibbles(rounded.codes.to(torch.int8)), scale, down, up, self.factor)
+        error = output_error(parts, rounded.values, self.act_unsigned, self.sample, self.expected)
+        return error, parts, rounded.values
 
 
 def _root(metric: torch.Tensor) -> torch.Tensor | None:
-    """fp32 lower triangular C with C C^T = metric (fp64, symmetric but for rounding); None where there is none."""
-    metric = damp((metric + metric.t()) / 2, METRIC_FLOOR)
-    lower, info = torch.linalg.cholesky_ex(metric)
-    return lower.float() if not info.item() and torch.isfinite(lower).all() else None
+    """Lower triangular C with C C^T = metric, which is symmetric but for rounding; None where there is none."""
+    lower, info = torch.linalg.cholesky_ex(damp((metric + metric.t()) / 2, METRIC_FLOOR))
+    return lower if not info.item() and torch.isfinite(lower).all() else None

@@ -10,8 +10,11 @@ import torch
 from kitchen_core import ops
 from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import check_rotation_group, rotation_group
+from kitchen_core.calibration import check_calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight
+
+from .calibrated import calibrate_tensors
 
 SCALE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float32": torch.float32}
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,6 +54,7 @@ class _Int8GridFormat(Format):
 
     package = "kitchen-w4a8"
     activation_kind = "int8 rowwise"
+    uses_calibration = True
     bits: ClassVar[int]
 
     # ------------------------------------------------------------------------------------------------ quantizing
@@ -84,13 +88,20 @@ class _Int8GridFormat(Format):
         codebook: torch.Tensor | None = None,
         scale_search: bool = True,
     ) -> Tensors:
-        """``codebook``: a table to use instead of choosing one; ``scale_search``: 6 bits, try neighbouring scales."""
+        """``codebook``: a table to use instead of choosing one; ``scale_search``: 6 bits, try neighbouring scales.
+
+        ``calibration``: a Calibration; codes and s_rel are then chosen for the layer's outputs on such inputs.
+        """
         check_float_weight(weight)
         made = ops.quantize_w4a8_weight(
             weight, config.group_size, config.convrot_groupsize, cls.bits, config.levels, codebook, scale_search, seed,
             SCALE_DTYPES[config.scale_dtype],
         )  # fmt: skip
-        return {name: tensor for name, tensor in made._asdict().items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in made._asdict().items() if tensor is not None}
+        if calibration is None or weight.is_meta:
+            return tensors
+        check_calibration(calibration, weight.shape[1], seed)
+        return calibrate_tensors(tensors, weight, config, cls.bits, calibration)
 
     @classmethod
     def requantize(cls, tensors: Tensors, config: Any, weight: torch.Tensor, seed: int = 0) -> Tensors:
