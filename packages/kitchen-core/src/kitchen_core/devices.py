@@ -186,7 +186,7 @@ def _read_cuda_facts(index: int) -> DeviceFacts:
 
 
 def _driver_cuda() -> int:
-    """The newest CUDA version of the driver, as 13000 for 13.0; torch, which has it loaded by now, has no call that tells it."""
+    """The newest CUDA version of the driver, as 13000 for 13.0. Asked of libcuda: torch has no call that tells it."""
     version = ctypes.c_int()
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     return version.value if library.cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
