@@ -7,6 +7,8 @@
 #include <string>
 #include <tuple>
 
+#include "int8_gemm/portable.h"
+#include "int8_gemm/sm90/int8_gemm.h"
 #include "kitchen/bench/yardstick.h"
 #include "kitchen/host/device.h"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
@@ -78,6 +80,113 @@ void bind_quantize(py::module_& m) {
       "The plan that quantize_int8_rowwise would choose on such a device.");
 }
 
+using PortablePlan = std::tuple<int, int, int, int>;  // of portable::LinearPlan's members
+
+int8::portable::LinearPlan portable_plan(const PortablePlan& plan) {
+  return {std::get<0>(plan), std::get<1>(plan), std::get<2>(plan), std::get<3>(plan)};
+}
+
+// What every INT8 GEMM is given.
+int8::Int8GemmParams gemm_params(int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale,
+                                 int b_scale_stride, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
+                                 int residual_scale_stride, uintptr_t out, int out_type) {
+  host::require(bias_type >= 0 && bias_type <= 2 && out_type >= 0 && out_type <= 2, "int8_gemm: unknown dtype");
+  int8::Int8GemmParams p = {};
+  p.M = M;
+  p.N = N;
+  p.K = K;
+  p.a = pointer<const int8_t>(a);
+  p.b = pointer<const int8_t>(b);
+  p.a_scale = pointer<const float>(a_scale);
+  p.b_scale = pointer<const float>(b_scale);
+  p.bias = pointer<const void>(bias);
+  p.residual = pointer<const void>(residual);
+  p.residual_scale = pointer<const float>(residual_scale);
+  p.out = pointer<void>(out);
+  p.bias_type = static_cast<DType>(bias_type);
+  p.out_type = static_cast<DType>(out_type);
+  p.b_scale_stride = b_scale_stride;
+  p.residual_scale_stride = residual_scale_stride;
+  return p;
+}
+
+template <class Gemm>
+void bind_portable_gemm(py::module_& m, const char* name, Gemm gemm) {
+  m.def(
+      name,
+      [gemm](int64_t M, int64_t N, int64_t K, uintptr_t a, int64_t a_pitch, uintptr_t a_scale, uintptr_t b, int64_t b_pitch,
+             uintptr_t b_scale, int b_scale_stride, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
+             int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const PortablePlan& plan, int device,
+             uintptr_t stream) {
+        int8::portable::Operands operands = {};
+        operands.gemm = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
+                                    residual_scale_stride, out, out_type);
+        operands.a_pitch = a_pitch;
+        operands.b_pitch = b_pitch;
+        operands.partials = pointer<int32_t>(workspace);
+        gemm(operands, portable_plan(plan), device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_pitch"), py::arg("a_scale"), py::arg("b"), py::arg("b_pitch"),
+      py::arg("b_scale"), py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"),
+      py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("workspace"),
+      py::arg("plan"), py::arg("device"), py::arg("stream"), "workspace: as many bytes as the plan says; 0 where it says 0.");
+}
+
+void bind_portable_gemms(py::module_& m) {
+  namespace portable = int8::portable;
+  m.def(
+      "int8_gemm_portable_plan",
+      [](int path, int64_t M, int64_t N, int64_t K, bool aligned, int sm_count, int smem_per_block, int smem_per_sm,
+         const std::optional<PortablePlan>& plan) {
+        const portable::Path which = static_cast<portable::Path>(path);
+        host::require(which == portable::Path::kSm75 || which == portable::Path::kSm80, "int8_gemm: the path is 75 or 80");
+        const portable::LinearProblem problem = {M, N, K, aligned};
+        const portable::Device device = {sm_count, smem_per_block, smem_per_sm};
+        const auto chosen = plan ? portable_plan(*plan) : portable::choose_plan(which, problem, device);
+        const char* const reason = portable::unsupported(which, problem, chosen, device);
+        const PortablePlan members(chosen.tile, chosen.stages, chosen.splits, chosen.raster_group);
+        return std::make_tuple(members, portable::workspace_bytes(problem, chosen), portable::describe(which, problem, chosen),
+                               std::string(reason == nullptr ? "" : reason));
+      },
+      py::arg("path"), py::arg("M"), py::arg("N"), py::arg("K"), py::arg("aligned"), py::arg("sm_count"), py::arg("smem_per_block"),
+      py::arg("smem_per_sm"), py::arg("plan") = py::none(),
+      "(plan, workspace bytes, plan in words, why it cannot run or '') of path 75 or 80 on such a device; with a plan, of that one.");
+  m.def("int8_gemm_portable_tiles", [](int path) { return portable::tile_count(static_cast<portable::Path>(path)); });
+#ifdef KITCHEN_HAVE_SM75
+  bind_portable_gemm(m, "int8_gemm_sm75", portable::int8_gemm_sm75);
+#endif
+#ifdef KITCHEN_HAVE_SM80
+  bind_portable_gemm(m, "int8_gemm_sm80", portable::int8_gemm_sm80);
+#endif
+}
+
+#ifdef KITCHEN_HAVE_SM90
+using HopperPlan = std::tuple<int, int, int>;  // of LinearPlan's members
+
+void bind_hopper_gemm(py::module_& m) {
+  m.def(
+      "int8_gemm_sm90",
+      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
+         uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out,
+         int out_type, const std::optional<HopperPlan>& plan, int device, uintptr_t stream) {
+        const auto p = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
+                                   residual_scale_stride, out, out_type);
+        int8::LinearPlan forced = {};
+        if (plan) forced = {std::get<0>(*plan), std::get<1>(*plan), std::get<2>(*plan)};
+        host::DeviceGuard guard(device);
+        int8::int8_gemm_sm90(p, reinterpret_cast<cudaStream_t>(stream), plan ? &forced : nullptr);
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
+      py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"),
+      py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"), py::arg("device"), py::arg("stream"),
+      "Rows contiguous, 16-byte aligned, K a multiple of 16. plan: (variant, grid, raster_group), None chooses.");
+  m.def("int8_gemm_sm90_plan", [](int64_t M, int64_t N, int64_t K, int sm_count, bool residual) {
+    const auto plan = int8::choose_plan({M, N, K, sm_count, residual});
+    return std::make_pair(HopperPlan(plan.variant, plan.grid, plan.raster_group), int8::describe({M, N, K, sm_count, residual}, plan));
+  }, py::arg("M"), py::arg("N"), py::arg("K"), py::arg("sm_count"), py::arg("residual"));
+}
+#endif
+
 void bind_yardsticks(py::module_& m) {
   m.def("yardstick_copy", [](uintptr_t source, uintptr_t target, int64_t target_bytes, int ratio, int device, uintptr_t stream) {
     host::DeviceGuard guard(device);
@@ -98,5 +207,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("abi", [] { return kAbi; }, "The number that must equal kitchen_core.abi.KITCHEN_ABI.");
   m.def("archs", [] { return std::string(KITCHEN_ARCHS); }, "The CUDA architectures compiled in, comma separated.");
   bind_quantize(m);
+  bind_portable_gemms(m);
   bind_yardsticks(m);
+#ifdef KITCHEN_HAVE_SM90
+  bind_hopper_gemm(m);
+#endif
 }

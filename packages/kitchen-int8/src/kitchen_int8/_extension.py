@@ -56,6 +56,21 @@ def why_not(facts: DeviceFacts) -> str | None:
     return None
 
 
+def why_not_path(facts: DeviceFacts, path: str) -> str | None:
+    """Why the kernels of a folder of csrc ("sm75", "sm80") cannot run on a device, in words, or None if they can.
+
+    Which architectures a folder is compiled for: KitchenCuda.cmake, _kitchen_archs_of_folder.
+    """
+    reason = why_not(facts)
+    if reason is not None:
+        return reason
+    compiled = [arch for arch in archs() if _in_path(arch, path)]
+    if not any(_serves(arch, facts.sm) for arch in compiled):
+        found = ", ".join(compiled) or "no architecture"
+        return f"the {path} kernels of kitchen-int8 were built for {found}, the device is {facts}"
+    return None
+
+
 def describe() -> list[str]:
     """The state of the extension, for `kitchen doctor`."""
     info = build_info()
@@ -89,6 +104,11 @@ def _serves(arch: str, sm: int) -> bool:
     if arch.endswith(("a", "f")):
         return sm == int(arch[:-1])
     return sm // 10 == int(arch) // 10 and sm >= int(arch)
+
+
+def _in_path(arch: str, path: str) -> bool:
+    base = int(arch.removesuffix("-virtual").rstrip("af"))
+    return base >= 80 if path == "sm80" else arch.startswith(("75", "90a"))
 
 
 def _version(number: int) -> str:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from kitchen_core.arithmetic import MAX_EXACT_INT32_K
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.registry import Kernel, Problem, Provider
 
-from . import _extension, _quantize
+from . import _extension, _gemm, _quantize
 
-CUDA_PRIORITY = 100
+FEW_ROWS_PRIORITY, CUDA_PRIORITY = 110, 100
+FEW_ROWS = 16
+SM80_PRIORITY, SM75_PRIORITY = 80, 70  # the portable GEMMs: below kernels of one chip, above other packages' fallbacks
+MAX_ROWS = 2**30  # of x and of the weight
 
 
 def _quantizer_supports(problem: Problem, facts: DeviceFacts) -> str | None:
@@ -33,12 +39,68 @@ def _quantizer(op: str, function) -> Kernel:
     return Kernel(op, "rowwise", function, _quantizer_supports, CUDA_PRIORITY, "int8")
 
 
+def _portable_gemm_supports(path: str, problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = _extension.why_not_path(facts, path)
+    if reason is not None:
+        return reason
+    if not facts.int8_tensor_cores:
+        return f"needs INT8 tensor cores, {facts} has none"
+    if path == "sm80" and facts.sm < 80:
+        return f"needs sm_80 or later (cp.async), the device is {facts}"
+    return _gemm_reason(problem)
+
+
+def _hopper_gemm_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = _extension.why_not(facts)
+    if reason is not None:
+        return reason
+    if facts.sm != 90 or "90a" not in _extension.archs():
+        return f"needs sm_90 (wgmma) and code for 90a, the device is {facts}"
+    if problem.K % 16:
+        return f"loads by TMA, so K must be a multiple of 16; the call has {problem.K}"
+    return _gemm_reason(problem)
+
+
+def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    """Where the portable kernel, which splits K over the chip, beats wgmma tiles: measured on an H200, 2026-11-30."""
+    if problem.M > FEW_ROWS:
+        return f"for M of at most {FEW_ROWS}, the call has {problem.M}"
+    return _portable_gemm_supports("sm80", problem, facts)
+
+
+def _gemm_reason(problem: Problem) -> str | None:
+    """What every INT8 GEMM here asks of a problem."""
+    if not 1 <= problem.K <= MAX_EXACT_INT32_K:
+        return f"sums in int32, which is exact for K from 1 to {MAX_EXACT_INT32_K}; the call has {problem.K}"
+    if max(problem.M, problem.N) > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows of x and of the weight, the call has M={problem.M} N={problem.N}"
+    if problem.out_dtype not in _quantize.DTYPE_CODES:
+        return f"writes float32, float16 or bfloat16, the call asks for {problem.out_dtype}"
+    return None
+
+
+def _portable_gemm(path: str, code: int, priority: int) -> Kernel:
+    supports = partial(_portable_gemm_supports, path)
+    return Kernel("int8_scaled_mm", path, partial(_gemm.scaled_mm, code), supports, priority, "int8")
+
+
 provider = Provider(
     name="kitchen-int8",
     kernels=(
         _quantizer("quantize_int8_rowwise", _quantize_rowwise),
         _quantizer("quantize_and_rotate_rowwise", _quantize.quantize_rowwise),
         _quantizer("quantize_int8_convrot_weight", _quantize_convrot_weight),
+        Kernel(
+            "int8_scaled_mm",
+            "few_rows",
+            partial(_gemm.scaled_mm, _gemm.SM80),
+            _few_rows_supports,
+            FEW_ROWS_PRIORITY,
+            "int8",
+        ),
+        Kernel("int8_scaled_mm", "sm90", _gemm.hopper_scaled_mm, _hopper_gemm_supports, CUDA_PRIORITY, "int8"),
+        _portable_gemm("sm80", _gemm.SM80, SM80_PRIORITY),
+        _portable_gemm("sm75", _gemm.SM75, SM75_PRIORITY),
     ),
     doctor=_extension.describe,
 )

@@ -10,6 +10,11 @@
 
 namespace kitchen::ptx {
 
+// 16 bytes, both addresses aligned to 16.
+__device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // The first `bytes` (0..16) of 16 bytes from global memory, the rest zeros. Both addresses aligned to 16; with 0 bytes nothing
 // is read, and the global address may be anything.
 __device__ __forceinline__ void cp_async_16_or_zeros(uint32_t shared, const void* global, int bytes) {
@@ -24,18 +29,15 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Until at most `pending` of this thread's latest groups are under way; the count is an immediate of the instruction. Counts
-// above 6 wait for 6.
+// Until at most `pending` of this thread's latest groups are under way; the count is an immediate of the instruction, so rare
+// counts wait for fewer. A chain with the usual counts first: a jump table costs more in a main loop.
 __device__ __forceinline__ void cp_async_wait_group(int pending) {
-  switch (pending) {
-    case 0: return cp_async_wait_group<0>();
-    case 1: return cp_async_wait_group<1>();
-    case 2: return cp_async_wait_group<2>();
-    case 3: return cp_async_wait_group<3>();
-    case 4: return cp_async_wait_group<4>();
-    case 5: return cp_async_wait_group<5>();
-    default: return cp_async_wait_group<6>();
-  }
+  if (pending == 2) return cp_async_wait_group<2>();
+  if (pending == 1) return cp_async_wait_group<1>();
+  if (pending >= 6) return cp_async_wait_group<6>();
+  if (pending >= 4) return cp_async_wait_group<4>();
+  if (pending == 3) return cp_async_wait_group<3>();
+  return cp_async_wait_group<0>();
 }
 
 }  // namespace kitchen::ptx

@@ -1,0 +1,175 @@
+"""Launches the INT8 GEMM kernels on tensors. Arguments have been checked by the op; here only what a kernel needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kitchen_core.arithmetic import add_residual
+
+from ._extension import extension
+from ._quantize import DTYPE_CODES
+
+SM75, SM80 = 75, 80  # the portable paths
+MAX_PITCH = 2**31 - 1  # bytes between rows that a kernel can step over
+# From so many rows of x on, operands whose rows are not aligned to 16 bytes are copied first. On an H200, K = N = 3072
+# (2026-11-30): sm80 18 us in place and 27 copied at M = 1, 41 and 28 at 16, 198 and 65 at 1024; sm75 24 in place at 64.
+COPY_ROWS = {SM80: 16, SM75: 256}
+
+Plan = tuple[int, int, int, int]  # tile, stages, splits, raster_group: portable::LinearPlan of csrc
+
+
+class PlanAnswer(NamedTuple):
+    """A plan, the workspace it needs, itself in words, and why it cannot run ('' where it can)."""
+
+    plan: Plan
+    workspace_bytes: int
+    words: str
+    reason: str
+
+
+class Operands(NamedTuple):
+    """The arguments of one GEMM as the kernels take them; ``keep`` holds tensors made here until the launch."""
+
+    M: int
+    N: int
+    K: int
+    aligned: bool
+    arguments: dict[str, Any]
+    keep: tuple[torch.Tensor | None, ...]
+
+
+def scaled_mm(
+    path: int,
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """int8_scaled_mm on a portable path. ``plan`` forces one, and ``out`` gives the memory (tests and measurements only)."""
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
+        y = scaled_mm(path, codes, x_scale, weight, weight_scale, bias, torch.float32, plan=plan)
+        scale = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, scale).to(out_dtype)
+    if out is None:
+        out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    copy = plan is None and codes.numel() >= COPY_ROWS[path] * codes.shape[-1]
+    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale, align=copy)
+    answer = plan_of(path, operands.M, operands.N, operands.K, operands.aligned, codes.device.index, plan)
+    workspace = None
+    if answer.workspace_bytes:
+        workspace = torch.empty(answer.workspace_bytes, dtype=torch.uint8, device=codes.device)
+    launch = extension().int8_gemm_sm80 if path == SM80 else extension().int8_gemm_sm75
+    launch(
+        **operands.arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype],
+        workspace=0 if workspace is None else workspace.data_ptr(), plan=answer.plan, device=codes.device.index,
+        stream=torch.cuda.current_stream(codes.device).cuda_stream,
+    )  # fmt: skip
+    return out
+
+
+def hopper_scaled_mm(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    plan: tuple[int, int, int] | None = None,
+) -> torch.Tensor:
+    """int8_scaled_mm by TMA and wgmma. Rows that TMA cannot address go to the portable kernel, whose bits are equal."""
+    other_dtype = residual is not None and residual.dtype != out_dtype
+    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
+    arguments = operands.arguments
+    packed_rows = all(
+        rows == 1 or pitch == operands.K
+        for rows, pitch in ((operands.M, arguments.pop("a_pitch")), (operands.N, arguments.pop("b_pitch")))
+    )
+    if other_dtype or not (operands.aligned and packed_rows):
+        return scaled_mm(SM80, codes, x_scale, weight, weight_scale, bias, out_dtype, residual, residual_scale)
+    out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    extension().int8_gemm_sm90(
+        **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype], plan=plan, device=codes.device.index,
+        stream=torch.cuda.current_stream(codes.device).cuda_stream,
+    )  # fmt: skip
+    return out
+
+
+def gather(
+    codes, x_scale, weight, weight_scale, bias=None, residual=None, residual_scale=None, *, align=False
+) -> Operands:
+    """Tensors to pointers and pitches; what is not rows is made contiguous.
+
+    Rows of codes and weight are read in place at any pitch, or, with ``align``, copied unless they are aligned to 16 bytes.
+    """
+    a, b = byte_rows(codes.reshape(-1, codes.shape[-1])), byte_rows(weight)
+    if align:
+        a, b = aligned_rows(a), aligned_rows(b)
+    (M, K), N = a.shape, b.shape[0]
+    a_pitch, b_pitch = _pitch(a), _pitch(b)
+    a_scale, b_scale = x_scale.reshape(-1).contiguous(), weight_scale.reshape(-1).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    if residual_scale is not None:
+        residual_scale = residual_scale.reshape(-1).float().contiguous()
+    arguments = {
+        "M": M, "N": N, "K": K, "a": a.data_ptr(), "a_pitch": a_pitch, "a_scale": a_scale.data_ptr(),
+        "b": b.data_ptr(), "b_pitch": b_pitch, "b_scale": b_scale.data_ptr(), "b_scale_stride": _stride(b_scale),
+        "bias": _pointer(bias), "bias_type": 0 if bias is None else DTYPE_CODES[bias.dtype],
+        "residual": _pointer(residual), "residual_scale": _pointer(residual_scale),
+        "residual_scale_stride": 0 if residual_scale is None else _stride(residual_scale),
+    }  # fmt: skip
+    aligned = (arguments["a"] | arguments["b"] | a_pitch | b_pitch) % 16 == 0
+    return Operands(M, N, K, aligned, arguments, (a, b, a_scale, b_scale, bias, residual, residual_scale))
+
+
+def byte_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The int8 matrix itself where its rows are contiguous and near enough to each other, else a copy."""
+    contiguous = matrix.stride(1) == 1 or matrix.shape[1] == 1
+    return matrix if contiguous and matrix.stride(0) <= MAX_PITCH else matrix.contiguous()
+
+
+def aligned_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The int8 matrix itself where its rows are aligned to 16 bytes, else a copy whose rows are."""
+    if (matrix.data_ptr() | _pitch(matrix)) % 16 == 0:
+        return matrix
+    rows, columns = matrix.shape
+    return matrix.new_empty(rows, (columns + 15) // 16 * 16)[:, :columns].copy_(matrix)
+
+
+@lru_cache(maxsize=8192)
+def plan_of(path: int, M: int, N: int, K: int, aligned: bool, device: int, plan: Plan | None = None) -> PlanAnswer:
+    """The plan that a path chooses on a device (or the given one), and the workspace that it needs."""
+    gpu = torch.cuda.get_device_properties(device)
+    return PlanAnswer(
+        *extension().int8_gemm_portable_plan(
+            path, M, N, K, aligned, gpu.multi_processor_count, gpu.shared_memory_per_block_optin,
+            gpu.shared_memory_per_multiprocessor, plan,
+        )
+    )  # fmt: skip
+
+
+def _pitch(rows: torch.Tensor) -> int:
+    return rows.stride(0) if rows.shape[0] > 1 else 0
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _stride(vector: torch.Tensor) -> int:
+    return 0 if vector.numel() == 1 else 1

@@ -1,0 +1,87 @@
+"""When the portable INT8 GEMMs offer themselves, on simulated devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kitchen_core.devices import CPU, simulated_facts
+from kitchen_core.registry import Problem
+from kitchen_int8 import _extension
+from kitchen_int8.kernels import provider
+
+RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
+SM80, SM75 = "int8/sm80", "int8/sm75"
+
+
+@pytest.fixture
+def built(monkeypatch):
+    def use(*archs):
+        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
+        monkeypatch.setattr(_extension, "build_info", lambda: info)
+
+    return use
+
+
+def answers(facts, **changes) -> dict[str, str | None]:
+    asked = {"M": 64, "N": 3072, "K": 3072, "out_dtype": torch.bfloat16} | changes
+    problem = Problem("int8_scaled_mm", torch.device("cuda"), torch.int8, **asked)
+    return {k.id: k.supports(problem, facts) for k in provider.kernels if k.id in (SM80, SM75)}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"])
+def test_release_build_has_the_sm80_path_for_every_later_chip(built, arch):
+    built(*RELEASE)
+    assert answers(simulated_facts(arch))[SM80] is None
+
+
+def test_release_build_on_turing(built):
+    built(*RELEASE)
+    found = answers(simulated_facts("sm_75"))
+    assert found[SM75] is None
+    assert "built for 80, 90a, 100, 120, 120-virtual" in found[SM80]
+
+
+def test_turing_path_runs_on_hopper_below_the_other(built):
+    built(*RELEASE)
+    assert answers(simulated_facts("sm_90"))[SM75] is None
+    assert "built for 75, 90a" in answers(simulated_facts("sm_80"))[SM75]
+    priorities = {k.id: k.priority for k in provider.kernels}
+    assert priorities[SM80] > priorities[SM75]
+
+
+def test_turing_without_tensor_cores(built):
+    built("75-real")
+    found = answers(simulated_facts("sm_75", "NVIDIA GeForce GTX 1660"))
+    assert "needs INT8 tensor cores" in found[SM75]
+    assert "no architecture" in found[SM80]
+
+
+def test_volta_and_cpu_and_no_extension(built):
+    built(*RELEASE)
+    assert all("built for" in reason for reason in answers(simulated_facts("sm_70")).values())
+    assert all("CUDA device" in reason for reason in answers(CPU).values())
+    built()
+    assert all("no nvcc" in reason for reason in answers(simulated_facts("sm_90")).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"K": 131_072}, "131071; the call has 131072"),
+        ({"K": 0}, "from 1 to"),
+        ({"M": 2**30 + 1}, "at most"),
+        ({"N": 2**30 + 1}, "at most"),
+        ({"out_dtype": torch.float64}, "float64"),
+    ],
+)
+def test_what_a_problem_must_keep_to(built, changes, words):
+    built(*RELEASE)
+    for arch in ("sm_90", "sm_75"):
+        assert any(words in (reason or "") for reason in answers(simulated_facts(arch), **changes).values())
+
+
+@pytest.mark.parametrize("K", [1, 7, 131_071])
+def test_any_width_is_taken(built, K):
+    built(*RELEASE)
+    assert answers(simulated_facts("sm_90"), K=K, N=1, M=1) == {SM80: None, SM75: None}
