@@ -42,6 +42,7 @@ EXPECTED = [
     (r"quantize_rows(_staged)?<.*(256|-1), 2,", "75 80 90a 100 120", [r"LDS(\.U)?\.64", r"STS\.128"]),
     (r"gemm_sm90::", "90a", ["IGMMA", "UTMALDG"]),
     (r"gemm_sm80::", "80 90a 100 120", [r"IMMA\.16832\.S8", r"LDGSTS.*128", r"LDSM\.16\.M88\.4"]),
+    (r"decode::decode_kernel", "80 90a 100 120", [r"IMMA\.16832\.S8", r"LDGSTS.*128", r"LDG\.E.*\.128"]),
     (r"gemm_sm75::", "75", [r"IMMA\.8816\.S8", r"LDG\.E\.128", r"STS\.128", r"LDSM\.16\.M88\.4"]),
     (r"gemm_sm75::", "90a", ["IMMA", r"LDSM\.16\.M88\.4"]),
 ]

@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "int8_gemm/decode/int8_decode.h"
 #include "int8_gemm/portable.h"
 #include "int8_gemm/sm90/int8_gemm.h"
 #include "kitchen/bench/yardstick.h"
@@ -160,6 +161,26 @@ void bind_portable_gemms(py::module_& m) {
 #endif
 }
 
+#ifdef KITCHEN_HAVE_SM80
+void bind_decode_gemm(py::module_& m) {
+  m.def(
+      "int8_decode",
+      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
+         uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out,
+         int out_type, const std::optional<std::pair<int, int>>& plan, int device, uintptr_t stream) {
+        const auto p = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
+                                   residual_scale_stride, out, out_type);
+        int8::DecodePlan forced = {};
+        if (plan) forced = {plan->first, plan->second};
+        int8::int8_decode(p, nullptr, plan ? &forced : nullptr, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
+      py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"),
+      py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"), py::arg("device"), py::arg("stream"),
+      "1 to 64 rows, contiguous, 16-byte aligned, K a multiple of 16. plan: (variant, splits), None chooses.");
+}
+#endif
+
 #ifdef KITCHEN_HAVE_SM90
 using HopperPlan = std::tuple<int, int, int>;  // of LinearPlan's members
 
@@ -209,6 +230,9 @@ PYBIND11_MODULE(_C, m) {
   bind_quantize(m);
   bind_portable_gemms(m);
   bind_yardsticks(m);
+#ifdef KITCHEN_HAVE_SM80
+  bind_decode_gemm(m);
+#endif
 #ifdef KITCHEN_HAVE_SM90
   bind_hopper_gemm(m);
 #endif

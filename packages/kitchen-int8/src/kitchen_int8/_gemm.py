@@ -78,7 +78,18 @@ def scaled_mm(
     return out
 
 
-def hopper_scaled_mm(
+def hopper_scaled_mm(*arguments, plan: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """int8_scaled_mm by TMA and wgmma. Rows that TMA cannot address go to the portable kernel, whose bits are equal."""
+    return _packed_rows_mm("int8_gemm_sm90", *arguments, plan=plan)
+
+
+def decode_scaled_mm(*arguments, plan: tuple[int, int] | None = None) -> torch.Tensor:
+    """int8_scaled_mm for few rows of x: weights stream through registers, K is split over a cluster."""
+    return _packed_rows_mm("int8_decode", *arguments, plan=plan)
+
+
+def _packed_rows_mm(
+    launch: str,
     codes: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -87,22 +98,21 @@ def hopper_scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
-    plan: tuple[int, int, int] | None = None,
+    plan: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """int8_scaled_mm by TMA and wgmma. Rows that TMA cannot address go to the portable kernel, whose bits are equal."""
-    other_dtype = residual is not None and residual.dtype != out_dtype
+    """For the kernels that want rows without gaps, aligned to 16 bytes; others go to the portable kernel."""
     operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
     arguments = operands.arguments
-    packed_rows = all(
+    packed = all(
         rows == 1 or pitch == operands.K
         for rows, pitch in ((operands.M, arguments.pop("a_pitch")), (operands.N, arguments.pop("b_pitch")))
     )
-    if other_dtype or not (operands.aligned and packed_rows):
+    if (residual is not None and residual.dtype != out_dtype) or not (operands.aligned and packed):
         return scaled_mm(SM80, codes, x_scale, weight, weight_scale, bias, out_dtype, residual, residual_scale)
     out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    extension().int8_gemm_sm90(
+    getattr(extension(), launch)(
         **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype], plan=plan, device=codes.device.index,
         stream=torch.cuda.current_stream(codes.device).cuda_stream,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from . import _extension, _gemm, _quantize
 
 FEW_ROWS_PRIORITY, CUDA_PRIORITY = 110, 100
 FEW_ROWS = 16
+DECODE_PRIORITY = 60  # runs where it is forced, until its tests have run through this path on a GPU
 SM80_PRIORITY, SM75_PRIORITY = 80, 70  # the portable GEMMs: below kernels of one chip, above other packages' fallbacks
 MAX_ROWS = 2**30  # of x and of the weight
 
@@ -68,6 +69,15 @@ def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     return _portable_gemm_supports("sm80", problem, facts)
 
 
+def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    most = 32 if problem.N <= 4096 else FEW_ROWS  # beyond, the GEMMs are faster: docs/kernels/int8_decode.md
+    if most < problem.M:
+        return f"for M of at most {most} at N={problem.N}, the call has {problem.M}"
+    if problem.K % 16:
+        return f"reads 16 bytes at a time, so K must be a multiple of 16; the call has {problem.K}"
+    return _portable_gemm_supports("sm80", problem, facts)
+
+
 def _gemm_reason(problem: Problem) -> str | None:
     """What every INT8 GEMM here asks of a problem."""
     if not 1 <= problem.K <= MAX_EXACT_INT32_K:
@@ -100,6 +110,7 @@ provider = Provider(
         ),
         Kernel("int8_scaled_mm", "sm90", _gemm.hopper_scaled_mm, _hopper_gemm_supports, CUDA_PRIORITY, "int8"),
         _portable_gemm("sm80", _gemm.SM80, SM80_PRIORITY),
+        Kernel("int8_scaled_mm", "decode", _gemm.decode_scaled_mm, _decode_supports, DECODE_PRIORITY, "int8"),
         _portable_gemm("sm75", _gemm.SM75, SM75_PRIORITY),
     ),
     doctor=_extension.describe,
