@@ -541,3 +541,103 @@ def test_compiled_with_gradients(name):
     compiled, x.grad = x.grad, None
     made(x).sum().backward()
     assert_close(compiled, x.grad, relative=1e-6, absolute=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ what a breaker found
+
+
+def test_share_memory_and_raw_pointers(name):
+    w = weight(name)
+    assert w.share_memory_() is w
+    assert all(t.is_shared() for t in w.inner().values())
+    linear = nn.Linear(K, N)
+    linear.weight = nn.Parameter(w, requires_grad=False)
+    linear.share_memory()
+    for refused in (lambda: w.apply_(lambda v: v), w.data_ptr, w.__dlpack__):
+        with pytest.raises(UnsupportedError):
+            refused()
+
+
+def test_in_place_ops_over_lists_are_refused(name):
+    w = weight(name)
+    before = copy.deepcopy(w)
+    for change in (
+        torch._foreach_zero_,
+        lambda ts: torch._foreach_mul_(ts, 0.0),
+        lambda ts: torch._foreach_add_(ts, ts),
+    ):
+        with pytest.raises(UnsupportedError, match="in-place"):
+            change([w])
+    assert_same(w, before)
+
+
+def test_ops_without_a_gradient_say_so(name):
+    w = weight(name, torch.float32)
+    x = torch.randn(3, K, requires_grad=True)
+    order = ("qdata", "scale", "smooth_factor", "proj_down", "proj_up")
+    tensors = [w.inner()[key] for key in order] if name == "svdquant_w4a4" else list(w.inner().values())
+    with pytest.raises(InferenceOnlyError, match=r"torch\.no_grad"):
+        getattr(torch.ops.kitchen, LINEAR_OPS[name])(x, *tensors)
+    if w.format.activation_kind != "float":
+        with pytest.raises(InferenceOnlyError):
+            w.quantize_activation(x)
+    gain = torch.rand(K, requires_grad=True)
+    w.linear_input_act(x.detach(), None, "rms_norm", gain, 1e-6).sum().backward()
+    dense = torch.rand(K)
+    dense.data.copy_(gain.data)
+    dense.requires_grad_()
+    F.linear(F.rms_norm(x.detach(), (K,), dense, 1e-6), w.dequantize()).sum().backward()
+    assert_close(gain.grad, dense.grad, absolute=1e-3, relative=1e-3)
+
+
+def test_out_dtype_is_a_float(name):
+    w = weight(name)
+    for bad in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+        with pytest.raises(UnsupportedError, match="out_dtype must be"):
+            w.format.linear(torch.randn(2, K), w.inner(), w.config, None, bad)
+
+
+def test_tensors_are_checked_when_a_weight_is_made(name):
+    w = weight(name)
+    first = w.format.tensors[0].name
+    with pytest.raises(FormatError, match="missing"):
+        QuantizedTensor({first: w.inner()[first]}, w.format, w.config, torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="float dtype"):
+        QuantizedTensor(w.inner(), w.format, w.config, torch.int8)
+
+
+def test_state_dict_of_another_dtype_is_refused_not_cast(name):
+    made = nn.Sequential(layer(name))
+    state = made.state_dict()
+    for spec in made[0].format.tensors:
+        if f"0.{spec.key}" in state:
+            wrong = {**state, f"0.{spec.key}": torch.zeros_like(state[f"0.{spec.key}"], dtype=torch.int32)}
+            with pytest.raises((FormatError, RuntimeError), match=spec.key):
+                made.load_state_dict(wrong)
+
+
+def test_requantize_checks_the_shape(name):
+    with pytest.raises(UnsupportedError, match=r"takes a weight of shape \[128, 384\], got \[128, 768\]"):
+        layer(name).requantize_(torch.randn(N, 2 * K))
+
+
+def test_a_replica_without_registered_parameters_runs(name):
+    made, x = layer(name), torch.randn(2, K, dtype=torch.bfloat16)
+    replica = made._replicate_for_data_parallel()
+    for key, tensor in made._parameters.items():
+        replica._parameters.pop(key, None)
+        setattr(replica, key, None if tensor is None else tensor.detach())
+    assert_equal(replica(x), made(x))
+
+
+def test_keyword_names_are_torchs_own(name):
+    w, x = weight(name), torch.randn(2, K, dtype=torch.bfloat16)
+    assert_equal(F.linear(input=x, weight=w, bias=None), F.linear(x, w))
+
+
+def test_wrong_arguments_are_named(name):
+    for bad in (torch.randn(8), torch.randn(2, 8, 8), nn.Linear(8, 8), None):
+        with pytest.raises(UnsupportedError, match=r"\[N, K\]"):
+            QuantizedTensor.quantize(bad, name)
+    with pytest.raises(UnsupportedError, match="takes the options"):
+        QuantizedTensor.quantize(torch.randn(N, K), name, surprise=3)

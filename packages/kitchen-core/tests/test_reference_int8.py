@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kitchen_core import UnsupportedError, ops
-from kitchen_core.arithmetic import apply_input_act, hadamard_rotate
+from kitchen_core.arithmetic import apply_input_act, hadamard_rotate, rotation_group
 from kitchen_core.testing import (
     FLOAT_DTYPES,
     LAYER_SHAPES,
@@ -312,3 +312,28 @@ def test_bad_input_is_refused_with_a_sentence(what):
     call, message = REFUSED[what]
     with pytest.raises(UnsupportedError, match=message):
         call()
+
+
+def test_outputs_are_contiguous_whatever_the_strides():
+    x = torch.randn(64, 4).t()
+    codes, scale = ops.quantize_int8_rowwise(x)
+    assert codes.is_contiguous()
+    assert scale.is_contiguous()
+    assert ops.quantize_int8_tensorwise(x)[0].is_contiguous()
+    assert ops.dequantize_int8(codes.t(), torch.ones(())).is_contiguous()
+    compiled = torch.compile(lambda x: ops.quantize_int8_rowwise(x)[0] + 1, fullgraph=True, backend="aot_eager")
+    assert_equal(compiled(x), codes + 1)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (4, 1), (4, 1, 1), (1, 4, 1), (2, 2)])
+def test_row_scales_of_any_shape(shape):
+    codes, scale = torch.randint(-128, 128, (4, 8), dtype=torch.int8), torch.rand(4)
+    want = codes.float() * scale.reshape(4, 1)
+    assert_equal(ops.dequantize_int8(codes, scale.reshape(shape)), want)
+    assert_equal(ops.dequantize_int8(codes.reshape(2, 2, 8), scale.reshape(shape)).reshape(4, 8), want)
+
+
+@pytest.mark.parametrize("wanted", [100, 8, -4, 128, 3])
+def test_a_group_that_is_no_power_of_4_is_refused_not_dropped(wanted):
+    with pytest.raises(UnsupportedError, match="power of 4"):
+        rotation_group(256, wanted)

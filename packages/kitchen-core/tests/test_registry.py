@@ -1,5 +1,7 @@
 """Selection, explanation, forcing, tracing, warnings and simulated devices."""
 
+import contextlib
+import contextvars
 import logging
 import threading
 
@@ -165,3 +167,29 @@ def test_cpu_is_no_slow_path(caplog):
     with caplog.at_level(logging.WARNING, "kitchen"):
         registry.select(problem())
     assert not caplog.records
+
+
+def test_a_context_that_outlives_the_block_does_not_poison_later_calls(added):
+    added(name="forced", priority=-5)
+    with use("test/forced"):
+        kept = contextvars.copy_context()
+    x, weight = torch.zeros(13, 8), torch.zeros(4, 8, dtype=torch.int8)
+    with contextlib.suppress(Exception):  # the forced kernel returns no tensor
+        kept.run(lambda: ops.int8_linear(x, weight, torch.ones(4)))
+    with trace() as calls:
+        ops.int8_linear(x, weight, torch.ones(4))
+    assert ops.int8_linear(x, weight, torch.ones(4)).shape == (13, 4)
+    assert calls == [("int8_linear", "core/eager")]
+
+
+def test_a_supports_that_raises_counts_as_its_reason(added):
+    added(name="broken", supports=lambda p, f: 1 / 0)
+    assert registry.select(problem()).id == registry.EAGER
+    assert "supports() failed: ZeroDivisionError" in str(registry.explain_problem(problem()))
+
+
+@pytest.mark.parametrize("nonsense", ["nonsense", "int8_linear=foo/bar", "int8_lineer=core/eager"])
+def test_nonsense_in_the_environment_is_refused(monkeypatch, nonsense):
+    monkeypatch.setenv("KITCHEN_USE", nonsense)
+    with simulate("sm_90"), pytest.raises(UnsupportedError, match="KITCHEN_USE names"):
+        registry.select(problem())

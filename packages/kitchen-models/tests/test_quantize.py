@@ -332,3 +332,20 @@ def test_report_counts_bytes_and_formats(model):
     )
     assert report.bytes_after == held < report.bytes_before
     assert "\n" not in report.summary()
+
+
+def test_a_pipe_as_output_is_refused_and_stays_a_pipe(source, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(FormatError, match="not a file"):
+        km.quantize_file(source, pipe, format="int8")
+    assert not pipe.is_file()
+
+
+def test_a_rule_that_matches_nothing_is_told(source, model, tmp_path, caplog):
+    rules = {"blocks.0.atn.*": "int8", "blocks.*": "int8"}
+    km.quantize_file(source, tmp_path / "q.safetensors", rules)
+    km.quantize_(model, rules)
+    told = [r.getMessage() for r in caplog.records if "matches none" in r.getMessage()]
+    assert len(told) == 2
+    assert all("blocks.0.atn.*=int8" in message for message in told)

@@ -49,6 +49,8 @@ def rotation_group(in_features: int, wanted: int = 256) -> int:
 
     Below 16 rotation does not pay for itself, and the answer is 0 (no rotation). The choice is recorded per layer.
     """
+    if wanted != 0 and (wanted < 4 or not is_power_of_4(wanted)):
+        raise UnsupportedError(f"convrot_groupsize must be 0 (none) or a power of 4 (16, 64, 256, ...), got {wanted!r}")
     group = wanted
     while group >= 16 and in_features % group:
         group //= 4
@@ -95,7 +97,7 @@ def apply_input_act(
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
     if input_act == "rms_norm":
         x = x.contiguous()  # torch sums in another order over other strides
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.float()
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.reshape(-1).float()
     first, second = x.chunk(2, dim=-1)
     if input_act == "swiglu":
         return first * torch.sigmoid(first) * second
@@ -159,7 +161,7 @@ def quantize_rowwise(x: torch.Tensor, seed: int = 0, first_element: int = 0) -> 
     finite = torch.isfinite(absmax)
     scale = divide(absmax, INT8_LEVELS).clamp_min(INT8_SCALE_FLOOR)
     codes = round_codes(torch.where(finite, x / scale, 0.0), -128, 127, seed, first_element)
-    return codes.to(torch.int8), torch.where(finite, scale, float("nan"))
+    return codes.to(torch.int8).contiguous(), torch.where(finite, scale, float("nan")).contiguous()
 
 
 def fp16_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

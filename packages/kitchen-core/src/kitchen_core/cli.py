@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
     try:
         return options.func(options) or 0
+    except KeyboardInterrupt:
+        print(f"kitchen {options.command}: interrupted; nothing half-made is left behind", file=sys.stderr)
+        return 130
     except KitchenError as error:
         print(f"kitchen {options.command}: {error}", file=sys.stderr)
         return EXIT_ERROR

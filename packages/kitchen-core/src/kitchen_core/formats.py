@@ -7,7 +7,9 @@ op its linear calls. Packages offer theirs through entry points of group ``kitch
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import os
 from typing import Any, ClassVar
 
 import torch
@@ -188,7 +190,7 @@ def read_marker(tensor: torch.Tensor) -> dict[str, Any]:
         return {}
     try:
         marker = json.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # of the text, of the JSON, of an absurd number
         raise FormatError(f"a comfy_quant marker must hold UTF-8 JSON, got {text[:60]!r}: {error}") from error
     if not isinstance(marker, dict):
         raise FormatError(f"a comfy_quant marker must be a JSON object, got {type(marker).__name__}")
@@ -215,14 +217,22 @@ def get_format(name: str) -> type[Format]:
     Raises PluginError saying what to install where the format is known and absent, or broken; FormatError where it is
     unknown.
     """
+    if not isinstance(name, str):
+        raise FormatError(f"a format is named by a string, got {name!r}")
     canonical = canonical_name(name)
     plugin = installed_formats().get(canonical)
     if plugin is not None:
         return plugin.require()
     if canonical in KNOWN_FORMATS:
         package = KNOWN_FORMATS[canonical][0]
+        if plugin_registry.is_excluded("kitchen.formats", canonical):
+            raise PluginError(
+                f"format {canonical!r} is installed but left out by KITCHEN_PLUGINS={os.environ['KITCHEN_PLUGINS']!r}; "
+                "add its package to the variable, or unset it"
+            )
         raise PluginError(f"format {canonical!r} is not installed. Install its package: pip install {package}")
-    known = ", ".join(sorted({*KNOWN_FORMATS, *installed_formats()}))
+    short = ", ".join(f"{full} ({names[2]})" for full, names in sorted(KNOWN_FORMATS.items()))
+    known = ", ".join([short, *sorted(set(installed_formats()) - set(KNOWN_FORMATS))])
     raise FormatError(
         f"unknown format {name!r}; formats known to this version: {known}. "
         "A newer file may need newer packages: pip install --upgrade kitchen-core and the package of its format"
@@ -247,6 +257,17 @@ def check_float_weight(weight: torch.Tensor) -> None:
         )
 
 
+def convrot_group(name: str, marker: dict[str, Any], rotated_by_default: bool) -> int:
+    """The ConvRot group that a marker says, 0 for none. Raises FormatError for flags that are no booleans or contradict."""
+    rotated = marker.get("convrot", rotated_by_default)
+    if type(rotated) is not bool:
+        raise FormatError(f"{name}: convrot must be true or false in the marker, got {rotated!r}")
+    group = marker.get("convrot_groupsize", 256)
+    if rotated and group == 0 and "convrot" in marker:
+        raise FormatError(f"{name}: the marker says convrot and a convrot_groupsize of 0; one of them is wrong")
+    return group if rotated else 0
+
+
 def check_convrot(name: str, group: Any, in_features: int) -> None:
     """Raises FormatError unless a marker's ConvRot group is 0 or a power of 4 that divides K."""
     if type(group) is not int or (group and (group < 4 or not is_power_of_4(group) or in_features % group)):
@@ -254,3 +275,17 @@ def check_convrot(name: str, group: Any, in_features: int) -> None:
             f"{name}: convrot_groupsize must be a power of 4 that divides K={in_features}, got {group!r}; "
             "the file's marker does not fit its weight"
         )
+
+
+def config_of(format: type[Format], weight: torch.Tensor, options: dict[str, Any]) -> Any:
+    """The format's config for a weight, by the rule of its ``config_for``. Raises UnsupportedError for bad options."""
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        found = f"shape {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise UnsupportedError(
+            f"{format.name} quantizes a weight [N, K], got {found}; reshape it, or take .weight of a layer"
+        )
+    try:
+        return format.config_for(*weight.shape, **options)
+    except TypeError as error:
+        known = [n for n, p in inspect.signature(format.config_for).parameters.items() if p.kind is p.KEYWORD_ONLY]
+        raise UnsupportedError(f"{format.name} takes the options {', '.join(known)}; {error}") from error

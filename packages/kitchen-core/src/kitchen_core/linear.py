@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .activation import QuantizedActivation, cast_for_autocast
-from .errors import FormatError, InferenceOnlyError
-from .formats import Format, Tensors, get_format, marker_tensor, read_marker
+from .errors import FormatError, InferenceOnlyError, UnsupportedError
+from .formats import Format, Tensors, config_of, get_format, marker_tensor, read_marker
 from .pickling import hide_float8, restore_float8
 
 MARKER = "comfy_quant"
@@ -53,7 +53,7 @@ class QuantizedLinear(nn.Linear):
         """Quantize an nn.Linear; ``options`` are those of the format's ``config_for``. Keeps device, dtype and bias."""
         format = get_format(format) if isinstance(format, str) else format
         weight = linear.weight.detach()
-        config = format.config_for(*weight.shape, **options)
+        config = config_of(format, weight, options)
         given = {} if calibration is None else {"calibration": calibration}
         tensors = format.quantize(weight, config, seed=seed, **given)
         bias = None if linear.bias is None else linear.bias.detach()
@@ -64,7 +64,11 @@ class QuantizedLinear(nn.Linear):
     def inner(self) -> Tensors:
         """The format's tensors by name, without copies."""
         parameters = self._parameters
-        return {s.name: parameters[s.key] for s in self.format.tensors if parameters.get(s.key) is not None}
+        found = {s.name: parameters[s.key] for s in self.format.tensors if parameters.get(s.key) is not None}
+        if self.format.tensors[0].name not in found:  # replicas and parametrized modules hold them elsewhere
+            held = {s.name: getattr(self, s.key, None) for s in self.format.tensors}
+            found = {name: tensor for name, tensor in held.items() if tensor is not None}
+        return found
 
     def forward(
         self,
@@ -101,6 +105,10 @@ class QuantizedLinear(nn.Linear):
 
     def requantize_(self, weight: torch.Tensor, seed: int = 0) -> QuantizedLinear:
         """Replace the weight by another float weight in the same format and config (to merge a LoRA)."""
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            raise UnsupportedError(
+                f"requantize_ takes a weight of shape {[self.out_features, self.in_features]}, got {list(weight.shape)}"
+            )
         made = self.format.requantize(self.inner(), self.config, weight, seed)
         for key, tensor in self.format.state_dict(made).items():
             self._parameters[key].data = tensor.to(self._parameters[key].device)
@@ -164,6 +172,7 @@ class QuantizedLinear(nn.Linear):
             if given is not None:
                 as_bytes = mine is not None and (mine.dtype, given.dtype) == (torch.float8_e4m3fn, torch.uint8)
                 state_dict[prefix + spec.key] = given.view(mine.dtype) if as_bytes else given
+        self._check_given(prefix, state_dict)
         marker = state_dict.get(prefix + MARKER)
         if marker is not None and marker.device.type != "meta":
             self._check_marker(prefix, read_marker(marker))
@@ -171,6 +180,16 @@ class QuantizedLinear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
         if prefix + MARKER in missing:
             missing.remove(prefix + MARKER)
+
+    def _check_given(self, prefix: str, state_dict: Any) -> None:
+        """Tensors of another dtype would be cast into codes or scales without a word: refused by name."""
+        for spec in self.format.tensors:
+            given, mine = state_dict.get(prefix + spec.key), self._parameters.get(spec.key)
+            if given is not None and mine is not None and given.dtype != mine.dtype:
+                raise FormatError(
+                    f"{prefix}{spec.key} is {given.dtype} in the state dict, {self.format.name} here holds {mine.dtype}; "
+                    "it is not converted, since its bits have a meaning: load the file with kitchen_models.load"
+                )
 
     def _check_marker(self, prefix: str, marker: dict[str, Any]) -> None:
         if not marker:

@@ -89,6 +89,11 @@ def _allowed(entry: EntryPoint) -> bool:
     return entry.name in names or (entry.dist is not None and entry.dist.name in names)
 
 
+def is_excluded(group: str, name: str) -> bool:
+    """Whether a plug-in of this name is installed but left out by KITCHEN_PLUGINS."""
+    return any(entry.name == name and not _allowed(entry) for entry in entry_points(group=group))
+
+
 @cache
 def plugins(group: str) -> dict[str, Plugin]:
     """Plug-ins of a group by name, in the order of their names. Imports none of them."""

@@ -185,9 +185,14 @@ def remember(key: tuple, kernel: Kernel) -> None:
     _selected[key] = kernel
 
 
+def overridden() -> bool:
+    """Whether kernels are forced or devices simulated in this context, so that a choice must not be remembered."""
+    return bool(_forced.get()) or simulating()
+
+
 def select(problem: Problem) -> Kernel:
     """The kernel for a problem. Raises UnsupportedError, with every candidate's reason, when none can run."""
-    if _forced.get() or simulating():
+    if overridden():
         kernel = _choose(problem)
     else:
         kernel = remembered(problem)
@@ -203,7 +208,7 @@ def select(problem: Problem) -> Kernel:
 def _choose(problem: Problem) -> Kernel:
     facts = device_facts(problem.device)
     for kernel in _candidates(problem.op):
-        if kernel.supports(problem, facts) is None:
+        if _objection(kernel, problem, facts) is None:
             _tell_if_slow(kernel, problem, facts)
             return kernel
     forced = (*_forced.get(), *_forced_by_environment(problem.op))
@@ -212,6 +217,14 @@ def _choose(problem: Problem) -> Kernel:
         f"no kernel can run {problem.op}{asked}. Every candidate and its reason:\n{explain_problem(problem)}\n"
         "Install the package of a listed kernel, change the call as a reason says, or drop the forcing"
     )
+
+
+def _objection(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> str | None:
+    """The kernel's reason against a problem; an exception in its ``supports`` is one, and takes no other kernel with it."""
+    try:
+        return kernel.supports(problem, facts)
+    except Exception as error:
+        return f"its supports() failed: {type(error).__name__}: {error}"
 
 
 def _candidates(op: str) -> tuple[Kernel, ...]:
@@ -228,6 +241,13 @@ def _forced_by_environment(op: str) -> tuple[str, ...]:
     """KITCHEN_USE="op=provider/name,provider/name": the ids that apply to this op."""
     words = [word.strip() for word in os.environ.get("KITCHEN_USE", "").split(",") if word.strip()]
     pairs = [word.rpartition("=") for word in words]
+    known = {k.id for records in _kernels.values() for k in records}
+    for target, _, kernel_id in pairs:
+        if kernel_id not in known or (target and target not in _kernels):
+            raise UnsupportedError(
+                f"KITCHEN_USE names {target + '=' if target else ''}{kernel_id}, which is not known; it takes "
+                f"kernel or op=kernel, comma separated; kernels: {', '.join(sorted(known))}"
+            )
     return tuple(kernel_id for target, _, kernel_id in pairs if target in ("", op))
 
 
@@ -250,7 +270,7 @@ def _tell_if_slow(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> None:
 def explain_problem(problem: Problem) -> Explanation:
     """Every candidate's answer to a problem, and the choice. Never raises for want of a kernel."""
     facts = device_facts(problem.device)
-    candidates = tuple(Candidate(k, k.supports(problem, facts)) for k in _candidates(problem.op))
+    candidates = tuple(Candidate(k, _objection(k, problem, facts)) for k in _candidates(problem.op))
     chosen = next((c.kernel for c in candidates if c.reason is None), None)
     failed = tuple(
         f"plug-in {p} is unusable: {p.why_not()}"

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from .activation import QuantizedActivation, cast_for_autocast
 from .errors import FormatError, InferenceOnlyError, UnsupportedError
-from .formats import Format, Tensors, get_format
+from .formats import Format, Tensors, config_of, get_format
 from .pickling import hide_float8, restore_float8
 
 log = logging.getLogger("kitchen")
@@ -40,9 +40,15 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, tensors: Tensors, format: type[Format] | str, config: Any, dtype: torch.dtype, transposed: bool = False
-    ) -> QuantizedTensor:
+        cls, tensors: Tensors, format: type[Format] | str, config: Any, dtype: torch.dtype, transposed: bool = False,
+        *, trusted: bool = False,
+    ) -> QuantizedTensor:  # fmt: skip
         format = get_format(format) if isinstance(format, str) else format
+        if not trusted:  # tensors from outside; those of another QuantizedTensor have been checked
+            format.check_names(tensors)
+            format.check(tensors, config)
+            if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+                raise UnsupportedError(f"dtype is the float dtype that the weight stands for, got {dtype}")
         n, k = format.shape(tensors, config)
         sizes, strides = ((k, n), (1, k)) if transposed else ((n, k), (k, 1))
         device = tensors[format.tensors[0].name].device
@@ -62,7 +68,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         """Quantize a float weight [N, K]; ``options`` are those of the format's ``config_for``."""
         format = get_format(format) if isinstance(format, str) else format
-        config = format.config_for(*weight.shape, **options)
+        config = config_of(format, weight, options)
         return cls(format.quantize(weight, config, seed=seed), format, config, weight.dtype)
 
     # ------------------------------------------------------------------------------------------ what it holds
@@ -108,7 +114,7 @@ class QuantizedTensor(torch.Tensor):
         self, tensors: Tensors, dtype: torch.dtype | None = None, transposed: bool | None = None
     ) -> QuantizedTensor:
         transposed = self.transposed if transposed is None else transposed
-        return type(self)(tensors, self._format, self.config, dtype or self.dtype, transposed)
+        return QuantizedTensor(tensors, self._format, self.config, dtype or self.dtype, transposed, trusted=True)
 
     # ------------------------------------------------------------------------------------------------ linears
 
@@ -170,7 +176,7 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: Tensors, context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
         name, config, dtype, transposed = context
-        return cls(inner, get_format(name), config, dtype, transposed)
+        return cls(inner, get_format(name), config, dtype, transposed, trusted=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -186,6 +192,25 @@ class QuantizedTensor(torch.Tensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         tensors, hidden = hide_float8(self.inner())
         return _rebuild, (self._format.name, config, tensors, hidden, self.dtype, self.transposed, is_parameter)
+
+    def share_memory_(self) -> QuantizedTensor:
+        """Move the stored tensors to shared memory."""
+        for tensor in self._tensors.values():
+            tensor.share_memory_()
+        return self
+
+    def apply_(self, *args: Any) -> Any:
+        """Refused: a function cannot be applied to codes in place."""
+        return _refuse_in_place("apply_")
+
+    map_ = map2_ = apply_
+
+    def data_ptr(self) -> int:
+        """Refused: the weight has several storages; take the pointer of one of inner()."""
+        raise UnsupportedError("a quantized weight has no single storage; use data_ptr() of a tensor of weight.inner()")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError("a quantized weight has no dlpack form; use weight.dequantize() or a tensor of inner()")
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:
         """Quantized weights have no gradient: only False is taken."""
@@ -245,11 +270,11 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _linear(x: Any, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not isinstance(weight, QuantizedTensor) or isinstance(x, QuantizedTensor) or weight.transposed:
-        plain = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (x, weight, bias))
+def _linear(input: Any, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, QuantizedTensor) or isinstance(input, QuantizedTensor) or weight.transposed:
+        plain = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (input, weight, bias))
         return F.linear(*plain)
-    return weight._format.linear(cast_for_autocast(x), weight._tensors, weight.config, bias)
+    return weight._format.linear(cast_for_autocast(input), weight._tensors, weight.config, bias)
 
 
 def _set_data(self: QuantizedTensor, value: Any) -> None:
@@ -392,13 +417,12 @@ def _refuse_in_place(op: str) -> None:
 
 def _refuse_mutation(func: Any, args: Any, kwargs: Any) -> None:
     """Raise where an op writes to a QuantizedTensor; writing to a dense tensor from one is fine."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(value, QuantizedTensor):
-            _refuse_in_place(func._schema.name)
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
-        if written and isinstance(kwargs.get(argument.name), QuantizedTensor):
+        value = given.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if written and any(isinstance(v, QuantizedTensor) for v in values):
             _refuse_in_place(func._schema.name)
 
 

@@ -11,7 +11,7 @@ from kitchen_core import ops
 from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import rotation_group
 from kitchen_core.errors import FormatError
-from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight
+from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ class Int8Format(Format):
 
     @classmethod
     def config_from_marker(cls, marker: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Int8Config:
-        group = marker.get("convrot_groupsize", 256) if marker.get("convrot") else 0
+        group = convrot_group(cls.name, marker, rotated_by_default=False)
         check_convrot(cls.name, group, shapes["qdata"][-1])
         return Int8Config(group)

@@ -136,6 +136,7 @@ def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules
         info = checkpoint.tensors[key]
         keep = f"quantized already: {stored[layer].format_name}" if layer in stored else ""
         made.append(decide(layer, info.shape, TORCH_DTYPES.get(info.dtype), rules, keep))
+    rules.warn_of_unmatched(d.layer for d in made)
     return tuple(sorted(made, key=lambda d: _natural(d.layer)))
 
 
@@ -282,6 +283,7 @@ def quantize_(
         decide(name, (module.out_features, module.in_features), module.weight.dtype, rules, keep[name])
         for name, module in linears.items()
     )
+    rules.warn_of_unmatched(d.layer for d in decisions)
     chosen = [d for d in decisions if d.format is not None]
     calibrated = calibrated_layers(calibration, decisions)
     for decision in chosen:

@@ -11,6 +11,7 @@ import dataclasses
 import fnmatch
 import inspect
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from kitchen_core.errors import UnsupportedError
 from kitchen_core.formats import Format, get_format
 
 from .files import printable
+
+log = logging.getLogger("kitchen")
 
 MIN_FEATURES = 64  # a layer narrower than this saves next to nothing and is too small for a useful rotation group
 QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -104,6 +107,16 @@ class Rules:
     def match(self, layer: str) -> Rule | None:
         """The first rule that matches, or None."""
         return next((rule for rule in self.rules if rule.matches(layer)), None)
+
+    def warn_of_unmatched(self, layers: Iterable[str]) -> None:
+        """Log the rules that somebody wrote and that match no layer: a misspelt name must not pass in silence."""
+        names = list(layers)
+        for rule in self.rules:
+            if not rule.default and not any(rule.matches(name) for name in names):
+                log.warning(
+                    "kitchen: rule %s matches none of the %d layers; names are matched whole: use * or re: for parts of them",
+                    rule, len(names),
+                )  # fmt: skip
 
 
 def _rules_of(entry: Any) -> Iterable[Rule]:

@@ -119,6 +119,8 @@ def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) ->
     target = Path(os.path.realpath(path))
     if target.is_dir() or not target.parent.is_dir():
         raise FormatError(f"cannot write {str(path)!r}: it is a folder, or its folder does not exist")
+    if target.exists() and not target.is_file():
+        raise FormatError(f"cannot write {str(path)!r}: it is a device, pipe or socket, not a file; give another OUT")
     planned = list(planned)
     free, size = shutil.disk_usage(target.parent).free, layout(planned, metadata)[2]
     if size > free:

@@ -132,6 +132,16 @@ class SVDQuantFormat(Format):
         return quantize_svdquant(weight, rank, config.act_unsigned, seed, calibration, smooth)._asdict()
 
     @classmethod
+    def requantize(cls, tensors: Tensors, config: SVDQuantConfig, weight: torch.Tensor, seed: int = 0) -> Tensors:
+        """Another weight in the same config. Refused for unsigned layers: their bias is compensated for the old codes."""
+        if config.act_unsigned:
+            raise UnsupportedError(
+                "an unsigned svdquant_w4a4 layer cannot be requantized in place: its bias compensates the activation shift "
+                "for the stored codes. Quantize the new weight and set the bias to SVDQuantFormat.compensated_bias(...)"
+            )
+        return cls.quantize(weight, config, seed=seed)
+
+    @classmethod
     def dequantize(cls, tensors: Tensors, config: SVDQuantConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Without the shift of an unsigned layer: a dense linear needs ``dense_fallback_bias`` too."""
         return ops.dequantize_svdquant_w4a4(

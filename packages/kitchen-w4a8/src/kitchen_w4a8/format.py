@@ -12,7 +12,7 @@ from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import check_rotation_group, rotation_group
 from kitchen_core.calibration import check_calibration
 from kitchen_core.errors import FormatError, UnsupportedError
-from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight
+from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
 
 from .calibrated import calibrate_tensors
 
@@ -255,7 +255,7 @@ class _Int8GridFormat(Format):
     @classmethod
     def config_from_marker(cls, marker: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Any:
         """Weights of this family are rotated unless the marker says otherwise; other writers name only the groups."""
-        group = marker.get("convrot_groupsize", 256) if marker.get("convrot", True) else 0
+        group = convrot_group(cls.name, marker, rotated_by_default=True)
         scale_dtype = marker.get("scale_dtype")
         config = cls._config(
             marker.get("group_size", 16), group, scale_dtype if scale_dtype in SCALE_DTYPES else "float8_e4m3fn",

@@ -15,7 +15,11 @@ from ..errors import InferenceOnlyError
 
 
 def wants_grad(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, residual_scale: torch.Tensor | None
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    input_act_weight: torch.Tensor | None = None,
 ) -> bool:
     """Whether autograd is recording and any of the tensors asks for a gradient."""
     return torch.is_grad_enabled() and (
@@ -23,6 +27,7 @@ def wants_grad(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
         or (residual_scale is not None and residual_scale.requires_grad)
+        or (input_act_weight is not None and input_act_weight.requires_grad)
     )
 
 

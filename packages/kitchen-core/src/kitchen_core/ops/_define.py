@@ -9,7 +9,9 @@ import torch
 
 from .. import _overrides
 from ..devices import DeviceFacts
-from ..registry import Kernel, Problem, register, remember, remembered, select
+from ..errors import InferenceOnlyError, UnsupportedError
+from ..registry import Kernel, Problem, overridden, register, remember, remembered, select
+from ._check import FLOAT_DTYPES, names
 
 _library = torch.library.Library("kitchen", "DEF")  # a second DEF of the namespace would raise: keep the only one
 
@@ -28,6 +30,16 @@ def _without_autocast(name: str, keys: torch._C.DispatchKeySet, *args, **kwargs)
         return getattr(torch.ops.kitchen, name).default(*args, **kwargs)
 
 
+def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
+    """The ops are for inference: what autograd would see is the rounding inside, and its gradients would be wrong."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise InferenceOnlyError(
+                f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
+                "svdquant_linear and awq_linear are differentiable in x, bias and residual; else use torch.no_grad()"
+            )
+
+
 def _always(problem: Problem, facts: DeviceFacts) -> None:
     return None
 
@@ -44,18 +56,31 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
     All three take the op's arguments. It is called once per op, when the module that holds it is imported.
     """
     name = schema.partition("(")[0]
-    _problem_builders[name] = problem
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     register(Kernel(name, "eager", reference, _always, EAGER_PRIORITY, slow=True))
 
+    takes_out_dtype = "out_dtype" in schema
+    check_arguments = problem
+
+    def problem(*args, **kwargs):
+        made = check_arguments(*args, **kwargs)
+        if takes_out_dtype and made.out_dtype not in FLOAT_DTYPES:
+            raise UnsupportedError(f"out_dtype must be {names(FLOAT_DTYPES)}, got {names((made.out_dtype,))}")
+        return made
+
+    _problem_builders[name] = problem
+
     def dispatch(*args, **kwargs):
+        if torch.is_grad_enabled():
+            _refuse_gradients(name, args, kwargs)
         if _overrides.depth or kwargs:
             return select(problem(*args, **kwargs)).function(*args, **kwargs)
         signature = (name, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
         kernel = remembered(signature)
         if kernel is None:  # checks and choice depend on nothing but the signature, so both are done once for it
             kernel = select(problem(*args))
-            remember(signature, kernel)
+            if not overridden():  # a context may outlive the block that forced a kernel in it
+                remember(signature, kernel)
         return kernel.function(*args)
 
     def checked_fake(*args, **kwargs):

@@ -27,7 +27,7 @@ def quantize_int8_tensorwise(x, scale=None, seed=0):
     scale = scale.reshape(())
     finite = torch.isfinite(scale)
     codes = round_codes(torch.where(finite, x / scale, 0.0), -128, 127, seed)
-    return codes.to(torch.int8), torch.where(finite, scale, float("nan"))
+    return codes.to(torch.int8).contiguous(), torch.where(finite, scale, float("nan"))
 
 
 def quantize_and_rotate_rowwise(
@@ -46,8 +46,9 @@ def quantize_int8_convrot_weight(weight, convrot_groupsize=256, seed=0):
 
 
 def dequantize_int8(codes, scale, out_dtype=None, convrot_groupsize=0):
-    values = hadamard_rotate(codes.float() * _row_scale(scale), convrot_groupsize)
-    return values.to(out_dtype or torch.float32)
+    row_scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(*codes.shape[:-1], 1)
+    values = hadamard_rotate(codes.float() * row_scale, convrot_groupsize)
+    return values.to(out_dtype or torch.float32).contiguous()
 
 
 def dequantize_int8_embedding(codes, scale, indices, out_dtype=None, convrot_groupsize=0):
@@ -103,10 +104,3 @@ def int8_swiglu_mlp(
     return int8_linear(
         hidden, down_weight, down_scale, down_bias, out_dtype or x.dtype, down_convrot_groupsize, "swiglu"
     )
-
-
-def _row_scale(scale: torch.Tensor) -> torch.Tensor:
-    """A scale that multiplies codes [..., K]: a scalar, or one per row with a last dim of 1."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    return scale if scale.shape[-1] == 1 else scale.unsqueeze(-1)
