@@ -21,8 +21,8 @@ def wants_grad(
     residual_scale: torch.Tensor | None,
     input_act_weight: torch.Tensor | None = None,
 ) -> bool:
-    """Whether autograd is recording and any of the tensors asks for a gradient."""
-    return torch.is_grad_enabled() and (
+    """Whether any of the tensors asks for a gradient. (Callers ask first whether autograd is recording at all.)"""
+    return (
         x.requires_grad
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)

@@ -176,7 +176,7 @@ def awq_linear(
     """
     op = torch.ops.kitchen.awq_linear.default
     decoded = weight_dtype or x.dtype
-    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(

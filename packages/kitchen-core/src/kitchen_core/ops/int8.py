@@ -230,7 +230,7 @@ def int8_linear(
     Source: docs/formats/int8_tensorwise.md.
     """
     op = torch.ops.kitchen.int8_linear.default
-    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(

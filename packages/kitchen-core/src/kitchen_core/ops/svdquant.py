@@ -287,7 +287,7 @@ def svdquant_linear(
     Source: docs/formats/svdquant_w4a4.md.
     """
     op = torch.ops.kitchen.svdquant_linear.default
-    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(

@@ -475,7 +475,7 @@ def w4a8_linear(
     Source: docs/formats/asym_w4a8_int8.md; order of operations: ``reference/w4a8.py``.
     """
     op = torch.ops.kitchen.w4a8_linear.default
-    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(
