@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kitchen_core import UnsupportedError, ops
+from kitchen_core import InferenceOnlyError, UnsupportedError, ops
 from kitchen_core.arithmetic import apply_input_act, hadamard_rotate, rotation_group
 from kitchen_core.testing import (
     FLOAT_DTYPES,
@@ -339,3 +339,10 @@ def test_row_scales_of_any_shape(shape):
 def test_a_group_that_is_no_power_of_4_is_refused_not_dropped(wanted):
     with pytest.raises(UnsupportedError, match="power of 4"):
         rotation_group(256, wanted)
+
+
+def test_forward_mode_derivatives_are_refused_not_zero():
+    _, codes, scale = layer(8, 64, 0)
+    x = torch.randn(3, 64)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(InferenceOnlyError):
+        ops.int8_linear(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), codes, scale)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.autograd import forward_ad
 
 from .. import _overrides
 from ..devices import DeviceFacts
@@ -32,8 +33,11 @@ def _without_autocast(name: str, keys: torch._C.DispatchKeySet, *args, **kwargs)
 
 def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
     """The ops are for inference: what autograd would see is the rounding inside, and its gradients would be wrong."""
+    dual = forward_ad._current_level >= 0  # forward mode leaves requires_grad False
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.requires_grad or (dual and forward_ad.unpack_dual(value).tangent is not None):
             raise InferenceOnlyError(
                 f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
                 "svdquant_linear and awq_linear are differentiable in x, bias and residual; else use torch.no_grad()"
