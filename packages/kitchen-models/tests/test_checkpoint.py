@@ -115,7 +115,10 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch):
     from kitchen_core import plugins
 
     layer_file(tmp_path / "x.safetensors")
-    monkeypatch.setenv("KITCHEN_PLUGINS", "kitchen-models")
+    installed = plugins.entry_points
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: [e for e in installed(group=group) if e.dist.name != "kitchen-int8"]
+    )
     plugins.forget_plugins()
     try:
         with pytest.raises(PluginError, match=r"layer 'a\.b'.*pip install kitchen-int8"):
@@ -123,6 +126,20 @@ def test_missing_package_says_what_to_install(tmp_path, monkeypatch):
         report = km.inspect_file(tmp_path / "x.safetensors")
         assert report["layers"][0]["format"] == "int8_tensorwise"
         assert "pip install kitchen-int8" in report["problems"][0]
+    finally:
+        monkeypatch.undo()
+        plugins.forget_plugins()
+
+
+def test_package_left_out_by_the_environment_is_not_called_missing(tmp_path, monkeypatch):
+    from kitchen_core import plugins
+
+    layer_file(tmp_path / "x.safetensors")
+    monkeypatch.setenv("KITCHEN_PLUGINS", "kitchen-models")
+    plugins.forget_plugins()
+    try:
+        with pytest.raises(PluginError, match=r"layer 'a\.b'.*left out by KITCHEN_PLUGINS='kitchen-models'"):
+            km.load(tmp_path / "x.safetensors")
     finally:
         monkeypatch.undo()
         plugins.forget_plugins()
