@@ -62,7 +62,9 @@ def test_merge_equals_one_that_saw_both():
     both = Calibration(8, 32).update(x).update(y)
     merged = Calibration(8, 32).update(x).merge(Calibration(8, 32).update(y))
     assert merged.count == both.count == 400
-    assert_close(merged.second_moment, both.second_moment, relative=1e-6, absolute=1e-4)
+    # each side sums 400 products in fp32, in another order
+    magnitude = (x.abs().T @ x.abs() + y.abs().T @ y.abs()).double()
+    assert_close(merged.second_moment, both.second_moment, absolute=2 * 400 * 2.0**-24 * magnitude)
     assert_equal(merged.absmax, both.absmax)
     assert merged.sample.shape[0] <= 32
     again = Calibration.from_tensors(merged.tensors())
@@ -95,7 +97,10 @@ def test_refusals():
 def test_rotated_second_moment_is_that_of_rotated_inputs():
     x = torch.randn(50, 64)
     turned = hadamard_rotate(x, 16)
-    assert_close(rotated(x.t() @ x, 16), turned.t() @ turned, relative=1e-4, absolute=1e-3)
+    # each side sums 50 products and rotates twice (2 stages of 4 operations a side), on values of at most |x|^T |x| over
+    # a block of 16, which rotation can gather into one element
+    block = (x.abs().T @ x.abs()).double().reshape(4, 16, 4, 16).sum((1, 3), keepdim=True).expand(4, 16, 4, 16)
+    assert_close(rotated(x.t() @ x, 16), turned.t() @ turned, absolute=2 * (50 + 16) * 2.0**-24 * block.reshape(64, 64))
 
 
 @pytest.mark.parametrize("group", [16, 32, 192, 384])
