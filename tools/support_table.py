@@ -23,7 +23,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: made by tools/support_table.py -->", "<!-- end of support table -->"
 
 RELEASE_ARCHS = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
-EXTENSIONS = ("kitchen_int8._extension",)
+EXTENSIONS = ("kitchen_int8",)  # import names of the packages that have one
 DEVICES = {
     "V100 (7.0)": ("sm_70", None),
     "GTX 16xx (7.5)": ("sm_75", "NVIDIA GeForce GTX 1660"),
@@ -49,7 +49,8 @@ def released() -> Iterator[None]:
     info = {"has_cuda": True, "archs": RELEASE_ARCHS, "nvcc": "13.0", "reason": ""}
     with contextlib.ExitStack() as stack:
         for name in EXTENSIONS:
-            stack.enter_context(mock.patch.object(importlib.import_module(name), "build_info", return_value=info))
+            extension = importlib.import_module(f"{name}._extension").EXTENSION
+            stack.enter_context(mock.patch.dict(extension.__dict__, build_info=info))
         yield
 
 

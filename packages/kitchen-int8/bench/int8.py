@@ -20,7 +20,7 @@ import benchlib
 import kitchen_core as kc
 from kitchen_core.arithmetic import rotation_group
 from kitchen_int8 import _gemm
-from kitchen_int8._extension import extension
+from kitchen_int8._extension import EXTENSION
 
 # K x N: layers of Flux, Qwen-Image and Llama-like models; then widths that no tile fits
 SHAPES = ((3072, 3072), (3072, 9216), (3072, 12288), (12288, 3072), (3072, 24576))
@@ -68,7 +68,7 @@ def measure(M: int, K: int, N: int) -> list[dict]:
         torch.empty(read_bytes, device="cuda", dtype=torch.uint8) for _ in range(benchlib.copies_for(read_bytes))
     ]
     sink = torch.zeros(4, device="cuda", dtype=torch.int32)
-    ext, device = extension(), x.device.index
+    ext, device = EXTENSION.module, x.device.index
 
     def read(i: int) -> None:
         buffer, stream = buffers[i % len(buffers)], torch.cuda.current_stream().cuda_stream

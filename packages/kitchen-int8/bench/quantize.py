@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import benchlib
 
 from kitchen_core.arithmetic import apply_input_act, hadamard_rotate
-from kitchen_int8._extension import extension
+from kitchen_int8._extension import EXTENSION
 from kitchen_int8._quantize import quantize_rowwise
 
 ROWS = (1, 16, 256, 1000, 1024, 4096, 8192)
@@ -60,7 +60,7 @@ def measure(case: str, M: int, K: int) -> dict:
     xs = [torch.randn(M, width, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     outs = [torch.empty(M, K, device="cuda", dtype=torch.int8) for _ in range(copies)]
     sink = torch.zeros(4, device="cuda", dtype=torch.int32)
-    ext, device = extension(), xs[0].device.index
+    ext, device = EXTENSION.module, xs[0].device.index
 
     def stream() -> int:
         return torch.cuda.current_stream().cuda_stream

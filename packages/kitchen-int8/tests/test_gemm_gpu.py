@@ -13,7 +13,7 @@ from kitchen_core import ops, trace, use
 from kitchen_core.reference.int8 import int8_scaled_mm as reference
 from kitchen_core.testing import assert_equal, expect_kernel
 from kitchen_int8 import _gemm
-from kitchen_int8._extension import extension
+from kitchen_int8._extension import EXTENSION
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +114,7 @@ def test_every_plan(kernel, aligned):
     M, N, K = (300, 264, 2080) if aligned else (300, 259, 2077)
     arguments = problem(M, N, K, bias=torch.float32, residual=True, scale="columns")
     want = expected(arguments)
-    for tile in range(extension().int8_gemm_portable_tiles(path)):
+    for tile in range(EXTENSION.module.int8_gemm_portable_tiles(path)):
         for splits in (1, 2, 3, 5):
             for stages in (2, 3, 4, 6, 8):
                 plan = (tile, stages, splits, 1 + stages % 3)
@@ -186,7 +186,7 @@ def test_aligned_rows_of_a_ragged_width(kernel, K):
             wide = random_codes(arguments[i].shape[0], (columns + 31) // 16 * 16, 9)
             wide[:, :K] = arguments[i]
             arguments[i] = wide[:, :K]
-        for tile in range(extension().int8_gemm_portable_tiles(path)):
+        for tile in range(EXTENSION.module.int8_gemm_portable_tiles(path)):
             plan = (tile, 2, 1, 4)
             assert torch.equal(_gemm.scaled_mm(path, *arguments, plan=plan), want), (tile, M, N)
         check(kernel, arguments)

@@ -7,7 +7,7 @@ import torch
 
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
-from kitchen_int8 import _extension
+from kitchen_int8._extension import EXTENSION
 from kitchen_int8.kernels import provider
 
 RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
@@ -18,7 +18,7 @@ SM80, SM75 = "int8/sm80", "int8/sm75"
 def built(monkeypatch):
     def use(*archs):
         info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setattr(_extension, "build_info", lambda: info)
+        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
 
     return use
 

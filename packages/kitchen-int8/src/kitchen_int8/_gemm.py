@@ -9,7 +9,7 @@ import torch
 
 from kitchen_core.arithmetic import add_residual
 
-from ._extension import extension
+from ._extension import EXTENSION
 from ._quantize import DTYPE_CODES
 
 SM75, SM80 = 75, 80  # the portable paths
@@ -69,7 +69,7 @@ def scaled_mm(
     workspace = None
     if answer.workspace_bytes:
         workspace = torch.empty(answer.workspace_bytes, dtype=torch.uint8, device=codes.device)
-    launch = extension().int8_gemm_sm80 if path == SM80 else extension().int8_gemm_sm75
+    launch = EXTENSION.module.int8_gemm_sm80 if path == SM80 else EXTENSION.module.int8_gemm_sm75
     launch(
         **operands.arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype],
         workspace=0 if workspace is None else workspace.data_ptr(), plan=answer.plan, device=codes.device.index,
@@ -112,7 +112,7 @@ def _packed_rows_mm(
     out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
     if out.numel() == 0:
         return out
-    getattr(extension(), launch)(
+    getattr(EXTENSION.module, launch)(
         **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype], plan=plan, device=codes.device.index,
         stream=torch.cuda.current_stream(codes.device).cuda_stream,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def plan_of(path: int, M: int, N: int, K: int, aligned: bool, device: int, plan:
     """The plan that a path chooses on a device (or the given one), and the workspace that it needs."""
     gpu = torch.cuda.get_device_properties(device)
     return PlanAnswer(
-        *extension().int8_gemm_portable_plan(
+        *EXTENSION.module.int8_gemm_portable_plan(
             path, M, N, K, aligned, gpu.multi_processor_count, gpu.shared_memory_per_block_optin,
             gpu.shared_memory_per_multiprocessor, plan,
         )

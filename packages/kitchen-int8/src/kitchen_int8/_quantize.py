@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ._extension import extension
+from ._extension import EXTENSION
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}
@@ -39,7 +39,7 @@ def quantize_rowwise(
     if input_act == "rms_norm":
         input_act_weight = input_act_weight.contiguous()
         weight, weight_dtype = input_act_weight.data_ptr(), DTYPE_CODES[input_act_weight.dtype]
-    extension().quantize_int8_rowwise(
+    EXTENSION.module.quantize_int8_rowwise(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], codes.data_ptr(), scales.data_ptr(), rows.shape[0], features,
         convrot_groupsize, ACT_CODES[input_act], weight, weight_dtype, input_act_eps, seed, x.device.index,
         torch.cuda.current_stream(x.device).cuda_stream, plan,

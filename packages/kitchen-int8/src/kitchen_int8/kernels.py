@@ -8,7 +8,8 @@ from kitchen_core.arithmetic import MAX_EXACT_INT32_K
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.registry import Kernel, Problem, Provider
 
-from . import _extension, _gemm, _quantize
+from . import _gemm, _quantize
+from ._extension import EXTENSION
 
 FEW_ROWS_PRIORITY, CUDA_PRIORITY = 110, 100
 FEW_ROWS = 16
@@ -18,7 +19,7 @@ MAX_ROWS = 2**30  # of x and of the weight
 
 
 def _quantizer_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    reason = _extension.why_not(facts)
+    reason = EXTENSION.why_not(facts)
     if reason is not None:
         return reason
     if problem.rotation > _quantize.MAX_GROUP:
@@ -41,7 +42,7 @@ def _quantizer(op: str, function) -> Kernel:
 
 
 def _portable_gemm_supports(path: str, problem: Problem, facts: DeviceFacts) -> str | None:
-    reason = _extension.why_not_path(facts, path)
+    reason = EXTENSION.why_not_path(facts, path)
     if reason is not None:
         return reason
     if not facts.int8_tensor_cores:
@@ -52,11 +53,11 @@ def _portable_gemm_supports(path: str, problem: Problem, facts: DeviceFacts) -> 
 
 
 def _hopper_gemm_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    reason = _extension.why_not(facts)
+    if facts.sm != 90:
+        return f"needs sm_90 (wgmma), the device is {facts}"
+    reason = EXTENSION.why_not_path(facts, "sm90")
     if reason is not None:
         return reason
-    if facts.sm != 90 or "90a" not in _extension.archs():
-        return f"needs sm_90 (wgmma) and code for 90a, the device is {facts}"
     if problem.K % 16:
         return f"loads by TMA, so K must be a multiple of 16; the call has {problem.K}"
     return _gemm_reason(problem)
@@ -113,5 +114,5 @@ provider = Provider(
         Kernel("int8_scaled_mm", "decode", _gemm.decode_scaled_mm, _decode_supports, DECODE_PRIORITY, "int8"),
         _portable_gemm("sm75", _gemm.SM75, SM75_PRIORITY),
     ),
-    doctor=_extension.describe,
+    doctor=EXTENSION.describe,
 )
