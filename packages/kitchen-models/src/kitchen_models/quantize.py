@@ -277,13 +277,7 @@ def quantize_(
     started = time.perf_counter()
     rules = Rules.of(rules, format, options)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    tied = _tied_to_others(model)
-    keep = {name: _keep_reason(name, module, tied) for name, module in linears.items()}
-    decisions = tuple(
-        decide(name, (module.out_features, module.in_features), module.weight.dtype, rules, keep[name])
-        for name, module in linears.items()
-    )
-    rules.warn_of_unmatched(d.layer for d in decisions)
+    decisions = decisions_of(model, rules)
     chosen = [d for d in decisions if d.format is not None]
     calibrated = calibrated_layers(calibration, decisions)
     for decision in chosen:
@@ -300,7 +294,8 @@ def quantize_(
     for decision in chosen:
         linear = linears[decision.layer]
         with naming(decision.layer):
-            made = _quantized(linear, decision, calibration[decision.layer] if decision.layer in calibrated else None)
+            given = calibration[decision.layer] if decision.layer in calibrated else None
+            made = quantized_linear(linear, linear.weight.detach(), decision, given)
         saved += linear.weight.nbytes - sum(t.nbytes for t in made.inner().values())
         for name in names[id(linear)]:
             parent, _, child = name.rpartition(".")
@@ -308,8 +303,28 @@ def quantize_(
     return Report(decisions, before, before - saved, time.perf_counter() - started, "", calibrated)
 
 
-def _quantized(linear: nn.Linear, decision: Decision, calibration: Calibration | None) -> QuantizedLinear:
-    weight = linear.weight.detach()
+def decisions_of(
+    model: nn.Module, rules: Rules, dtype: torch.dtype | None = None, kept: Mapping[str, str] | None = None
+) -> tuple[Decision, ...]:
+    """What the rules say of each nn.Linear of a model, which may be on the meta device.
+
+    ``dtype`` is the float dtype the weights will have, where not the one they have; ``kept`` has reasons by layer's name to
+    leave it as it is.
+    """
+    tied, kept, made = _tied_to_others(model), kept or {}, []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            keep = _keep_reason(name, module, tied) or kept.get(name, "")
+            shape = (module.out_features, module.in_features)
+            made.append(decide(name, shape, dtype or module.weight.dtype, rules, keep))
+    rules.warn_of_unmatched(d.layer for d in made)
+    return tuple(made)
+
+
+def quantized_linear(
+    linear: nn.Linear, weight: torch.Tensor, decision: Decision, calibration: Calibration | None = None
+) -> QuantizedLinear:
+    """The layer that takes the place of ``linear`` with ``weight`` [N, K], on the weight's device; it keeps the bias."""
     tensors = quantize_rows(
         lambda rows: weight if rows is None else weight[rows], decision.format, decision.config, decision.shape,
         weight.dtype, calibration,

@@ -1,0 +1,234 @@
+"""kitchen as a quantization method of diffusers: quantize while loading, save, and load again.
+
+Importing this module imports diffusers and makes the method "kitchen" known to it:
+
+    from kitchen_models.integrations.diffusers import KitchenConfig
+    model = FluxTransformer2DModel.from_pretrained(
+        folder, quantization_config=KitchenConfig("int8"), torch_dtype=torch.bfloat16
+    )
+    model.save_pretrained(target)  # from_pretrained(target) reads it again, with this module imported
+
+Quantized layers become QuantizedLinear, an nn.Linear over plain tensors, so that offloading, LoRA and torch.compile treat
+them as any module. A saved folder holds kitchen's own checkpoint format: `kitchen inspect` and ComfyUI read its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kitchen_core import QuantizedLinear
+from kitchen_core.errors import FormatError, UnsupportedError
+from kitchen_core.formats import marker_tensor, read_marker
+
+from ..dialect import MARKER, find_layers, header_metadata, naming, recipe_dtypes, refuse_unmarked
+from ..files import Checkpoint
+from ..quantize import decisions_of, quantized_linear
+from ..rules import Decision, Rules, layer_of
+
+try:
+    from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    from diffusers.quantizers.base import DiffusersQuantizer
+    from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise UnsupportedError(f"diffusers cannot be imported ({error}); install diffusers>=0.36") from error
+
+
+class Method(StrEnum):
+    """The name of the method; diffusers wants an Enum member."""
+
+    KITCHEN = "kitchen"
+
+
+class KitchenConfig(QuantizationConfigMixin):
+    """Which layers get which format, for ``from_pretrained(quantization_config=...)``.
+
+    Args:
+        rules, format, options: as `kitchen_models.quantize_` takes them: ``KitchenConfig("int8")``, or
+            ``KitchenConfig({"*.attn.*": "int8", "*": "w4a8"})``.
+
+    Raises:
+        UnsupportedError: a rule that cannot be read, or a format that is not installed.
+    """
+
+    def __init__(
+        self,
+        rules: Any = (),
+        format: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        quant_method: Any = Method.KITCHEN,
+    ) -> None:
+        if isinstance(rules, str) and "=" not in rules:
+            rules, format = (), format or rules
+        Rules.of(rules, format, options)
+        self.quant_method = Method.KITCHEN
+        self.rules = [str(rule) for rule in Rules.of(rules).rules]
+        self.format = format
+        self.options = dict(options or {})
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As ``to_dict``; diffusers prints a config with it."""
+        return self.to_dict()
+
+    def as_rules(self) -> Rules:
+        """The rules with their defaults."""
+        return Rules.of(self.rules, self.format, self.options)
+
+
+class KitchenQuantizer(DiffusersQuantizer):
+    """What diffusers calls while it loads a model. Layers are quantized one by one as their weights arrive."""
+
+    use_keep_in_fp32_modules = True
+    supports_parallel_loading = False
+
+    def __init__(self, quantization_config: KitchenConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.dtype = torch.float32
+        self.files: list[str] = []
+        self.decisions: dict[str, Decision] = {}  # by layer, when quantizing
+        self.stored: set[str] = set()  # keys of quantized layers, when loading what was quantized before
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """The float dtype of the model. Never None, or weights would be cast to the dtype of their places."""
+        self.dtype = torch_dtype or torch.float32
+        return self.dtype
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Any) -> list[str]:
+        """Notes the files: their headers and markers say how each layer is stored."""
+        files = [checkpoint_files] if isinstance(checkpoint_files, (str, Path)) else checkpoint_files or []
+        self.files = [str(file) for file in files]
+        return loaded_keys
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, device_map: Any = None, keep_in_fp32_modules: Any = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._make_places(model)
+            return
+        names = set(keep_in_fp32_modules or ())
+        kept = {
+            name: "the model keeps it in float32" for name, _ in model.named_modules() if names & set(name.split("."))
+        }
+        found = decisions_of(model, self.quantization_config.as_rules(), self.dtype, kept)
+        self.decisions = {d.layer: d for d in found if d.format is not None}
+        if not self.decisions:
+            reasons = sorted({d.reason for d in found})
+            raise UnsupportedError(f"no layer of the model would be quantized: {'; '.join(reasons[:5])}; write a rule")
+
+    def _make_places(self, model: nn.Module) -> None:
+        """Puts a QuantizedLinear on the meta device in the place of each layer that the files hold quantized."""
+        checkpoint = Checkpoint.open(self._checkpoint_path())
+        layers = find_layers(checkpoint)
+        refuse_unmarked(checkpoint, layers)
+        dtypes = recipe_dtypes(checkpoint.metadata)
+        for name, layer in layers.items():
+            format, config, tensors = layer.resolve()
+            with naming(name):
+                linear = _linear_of(model, name)
+                dtype = dtypes.get(name, self.dtype)
+                made = QuantizedLinear(tensors, format, config, linear.bias, dtype).train(linear.training)
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, made)
+            self.stored |= {f"{name}.{key}" for key in made.state_dict() if key != "bias"}
+        checkpoint.close()
+
+    def _checkpoint_path(self) -> str:
+        if not self.files or not all(file.endswith(".safetensors") for file in self.files):
+            raise FormatError(f"a quantized model is loaded from safetensors files, got {self.files or 'none'}")
+        if len(self.files) == 1:
+            return self.files[0]
+        folder = Path(self.files[0]).parent
+        indices = sorted(folder.glob("*.safetensors.index*.json"))
+        if len(indices) != 1:
+            raise FormatError(f"{len(self.files)} files in {str(folder)!r} and {len(indices)} indices; one is needed")
+        return str(indices[0])
+
+    def check_if_quantized_param(
+        self, model: nn.Module, param_value: torch.Tensor, param_name: str, state_dict: Mapping[str, Any], **kwargs: Any
+    ) -> bool:
+        """Whether ``create_quantized_param`` takes this tensor."""
+        if self.pre_quantized:
+            return param_name in self.stored
+        return param_name.endswith("weight") and layer_of(param_name) in self.decisions
+
+    def create_quantized_param(
+        self, model: nn.Module, param_value: torch.Tensor, param_name: str, target_device: Any,
+        state_dict: Mapping[str, torch.Tensor], unexpected_keys: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Puts a stored tensor in its place as it is, or quantizes a float weight and swaps its layer."""
+        if self.pre_quantized:
+            layer, _, key = param_name.rpartition(".")
+            module, tensor = model.get_submodule(layer), state_dict[param_name]  # not param_value: its scales were cast
+            if key == MARKER:
+                module._buffers[key] = tensor.to(target_device)
+            else:
+                module._parameters[key] = nn.Parameter(tensor.to(target_device), requires_grad=False)
+            return
+        decision = self.decisions[layer_of(param_name)]
+        with naming(decision.layer):
+            linear = model.get_submodule(decision.layer)
+            made = quantized_linear(linear, param_value.detach().to(target_device, self.dtype), decision)
+        parent, _, child = decision.layer.rpartition(".")
+        setattr(model.get_submodule(parent), child, made)
+
+    def check_quantized_param_shape(self, *args: Any, **kwargs: Any) -> bool:
+        """The headers were checked before a place was made."""
+        return True
+
+    def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
+        """Markers may be in the header alone."""
+        return [key for key in missing_keys if not key.endswith(f".{MARKER}")]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, module in model.named_modules():
+            if not isinstance(module, QuantizedLinear):
+                continue
+            if module._buffers[MARKER].is_meta:
+                module._buffers[MARKER] = marker_tensor(module.format.marker(module.config)).to(module.weight.device)
+            left = [key for key, tensor in module.state_dict().items() if tensor.is_meta]
+            if left:
+                raise FormatError(f"layer {name!r}: the files have no {', '.join(left)}; the folder is incomplete")
+        return model
+
+    def get_state_dict_and_metadata(
+        self, state_dict: dict[str, Any], safe_serialization: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state dict as it is, and the header's strings: markers and recipe, as `kitchen_models.save` writes them."""
+        layers = [key.removesuffix(f".{MARKER}") for key in state_dict if key.endswith(f".{MARKER}")]
+        markers = {layer: read_marker(state_dict[f"{layer}.{MARKER}"].cpu()) for layer in layers}
+        word = str(self.dtype).removeprefix("torch.")
+        recipe = {layer: {"format": marker["format"], "dtype": word} for layer, marker in markers.items()}
+        return state_dict, header_metadata(markers, {"made_by": "diffusers save_pretrained", "layers": recipe})
+
+    def _dequantize(self, model: nn.Module) -> nn.Module:
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear):
+                dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+                dense.weight = nn.Parameter(module.dequantize(), requires_grad=False)
+                dense.bias = module.bias
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, dense.train(module.training))
+        return model
+
+    is_trainable = False
+    is_serializable = True
+    is_compileable = True
+
+
+def _linear_of(model: nn.Module, name: str) -> nn.Linear:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError as error:
+        raise FormatError("the files hold it quantized, and the model has no such module") from error
+    if not isinstance(module, nn.Linear):
+        raise FormatError(f"the files hold a quantized linear, the model has a {type(module).__name__}")
+    return module
+
+
+AUTO_QUANTIZER_MAPPING[Method.KITCHEN.value] = KitchenQuantizer
+AUTO_QUANTIZATION_CONFIG_MAPPING[Method.KITCHEN.value] = KitchenConfig
