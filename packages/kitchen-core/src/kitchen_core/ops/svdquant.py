@@ -220,7 +220,7 @@ def quantize_svdquant_w4a4(
         Signed codes are -7..7, unsigned 0..15 (negatives clip to 0). A group that is not finite after the division gets
         scale NaN and codes 0, so that its row becomes NaN and no other row is touched.
     Raises: UnsupportedError for a K that 64 does not divide, or shapes and dtypes that do not fit.
-    Devices: any.
+    Devices: any; CUDA kernel in kitchen-svdquant from sm_75.
     Source: docs/formats/svdquant_w4a4.md.
     """
     return torch.ops.kitchen.quantize_svdquant_w4a4.default(x, smooth, proj_down, act_unsigned, lora_x)
@@ -249,7 +249,7 @@ def scaled_mm_svdquant_w4a4(
     Returns: ``out_dtype`` [M, N], rounded once: residual + residual_scale * (sum over groups, ascending, of
         (dot * ascale) * wscale + lora_act @ proj_up.T + bias).
     Raises: UnsupportedError for shapes or dtypes that do not fit.
-    Devices: any.
+    Devices: any; CUDA kernels in kitchen-svdquant from sm_80.
     Source: docs/formats/svdquant_w4a4.md.
     """
     return torch.ops.kitchen.scaled_mm_svdquant_w4a4.default(
@@ -283,7 +283,7 @@ def svdquant_linear(
         (added in fp32); the bias of such a layer already holds the correction for the shift.
     Returns: ``out_dtype`` (x's where None) [..., N], rounded once. A row of x with inf or NaN gives a row of NaN.
     Raises: UnsupportedError for shapes, dtypes, devices or activations that do not fit.
-    Devices: any. Differentiable in x, bias and residual (straight through).
+    Devices: any; CUDA kernels in kitchen-svdquant from sm_80. Differentiable in x, bias and residual (straight through).
     Source: docs/formats/svdquant_w4a4.md.
     """
     op = torch.ops.kitchen.svdquant_linear.default

@@ -1,0 +1,127 @@
+// 16 columns of a row to codes, four lanes a group of 64: the arithmetic of every quantizer here.
+//
+// Divisions are done by reciprocal and one residual step:
+// - x / smooth. With r = RN(1/s), |x r - x/s| is below 3/2 ulp, the residual x - q s is exact, and what is left is 2^-24
+//   ulp: the sum rounds as the quotient does unless the quotient is that close to a midpoint of two floats. With s of at
+//   most 11 significant bits (bfloat16, float16), a quotient that is no midpoint is at least 2^-12 ulp away from one, and
+//   it cannot be one. Float32 factors, factors outside of [2^-20, 2^40] and large x are divided as such. Tiny x may lose
+//   bits: below 2^-80 their codes are 0 and the scale's floor is larger.
+// - v / scale: quant/int8_codes.h, code_with_residual.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "kitchen/common/to_float.h"
+#include "kitchen/ptx/math.h"
+#include "kitchen/quant/int8_codes.h"
+#include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
+#include "svdquant_gemm/scale_layout.h"
+
+namespace kitchen::svdquant {
+
+constexpr int kColumns = 16, kLanesPerGroup = kGroup / kColumns;
+constexpr float kScaleFloor = 1e-10f;
+constexpr float kLargest = 0x1p80f, kSmoothLow = 0x1p-20f, kSmoothHigh = 0x1p40f;
+
+struct Smooth {
+  float factor[kColumns], reciprocal[kColumns];
+  bool reciprocals;  // can be used
+
+  // Of 16 neighbouring columns. Loaded together first: a conversion behind each load would wait for it.
+  __device__ __forceinline__ Smooth(const void* data, int64_t column, DType type) : reciprocals(type != DType::kFloat32) {
+    if (type != DType::kFloat32 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
+      const uint4* const from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(data) + column);
+      const uint4 low = __ldg(from), high = __ldg(from + 1);
+      const uint32_t word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        type == DType::kFloat16 ? Word<__half>::unpack(word[i], factor + 2 * i)
+                                : Word<__nv_bfloat16>::unpack(word[i], factor + 2 * i);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) factor[i] = load_as_float(data, column + i, type);
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      reciprocal[i] = __frcp_rn(factor[i]);
+      reciprocals = reciprocals && fabsf(factor[i]) >= kSmoothLow && fabsf(factor[i]) <= kSmoothHigh;
+    }
+  }
+
+  // v becomes v / factor.
+  __device__ __forceinline__ void divide(float (&v)[kColumns]) const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) largest = ptx::abs_max_nan(largest, v[i]);
+    if (reciprocals && largest < kLargest) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const float guess = __fmul_rn(v[i], reciprocal[i]);
+        v[i] = __fmaf_rn(__fmaf_rn(-guess, factor[i], v[i]), reciprocal[i], guess);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) v[i] = __fdiv_rn(v[i], factor[i]);
+    }
+  }
+};
+
+// v / scale rounded to integers, as floats with kRounder added: the code is in the lowest bits.
+template <bool kUnsigned>
+__device__ __forceinline__ void round_to_codes(float (&v)[kColumns], float scale, bool finite) {
+  const float reciprocal = __frcp_rn(scale);
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    const float value = finite ? (kUnsigned ? fmaxf(v[i], 0.0f) : v[i]) : 0.0f;
+    v[i] = __uint_as_float(quant::code_with_residual(value, scale, reciprocal));
+  }
+}
+
+__device__ __forceinline__ uint32_t pack_nibbles(uint32_t bytes) {  // of four codes to 16 bits
+  const uint32_t codes = bytes & 0x0f0f0f0fu, pairs = codes | codes >> 4;
+  return ptx::pick_bytes(pairs, 0, 0x4420);
+}
+
+__device__ __forceinline__ uint16_t pack_e4m3(float even, float odd) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(__fsub_rn(even, quant::kRounder), __fsub_rn(odd, quant::kRounder)),
+                                  __NV_SATFINITE, __NV_E4M3);
+}
+
+template <CodeForm kForm>
+__device__ __forceinline__ void store_codes(uint8_t* codes, int64_t first, const float (&v)[kColumns]) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kForm == CodeForm::kE4m3) {
+      words[i] = pack_e4m3(v[4 * i], v[4 * i + 1]) | static_cast<uint32_t>(pack_e4m3(v[4 * i + 2], v[4 * i + 3])) << 16;
+    } else {
+      words[i] = quant::pack_bytes(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]), __float_as_uint(v[4 * i + 2]),
+                                   __float_as_uint(v[4 * i + 3]));
+    }
+  }
+  if constexpr (kForm == CodeForm::kPacked) {
+    *reinterpret_cast<uint2*>(codes + first / 2) = make_uint2(pack_nibbles(words[0]) | pack_nibbles(words[1]) << 16,
+                                                              pack_nibbles(words[2]) | pack_nibbles(words[3]) << 16);
+  } else {
+    *reinterpret_cast<uint4*>(codes + first) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// The scale of the group that four lanes share, whose 16 values each are divided by smooth already; they become codes (as
+// floats with kRounder added). NaN where a value is not finite.
+template <bool kUnsigned>
+__device__ __forceinline__ float group_codes(float (&v)[kColumns]) {
+  float absmax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) absmax = ptx::abs_max_nan(absmax, v[i]);
+#pragma unroll
+  for (int lanes = 1; lanes < kLanesPerGroup; lanes *= 2)
+    absmax = ptx::abs_max_nan(absmax, __shfl_xor_sync(0xffffffffu, absmax, lanes));
+  const bool finite = __float_as_uint(absmax) < 0x7f800000u;
+  const float scale = __fdiv_rn(finite ? fmaxf(absmax, kScaleFloor) : 1.0f, kUnsigned ? 15.0f : 7.0f);
+  round_to_codes<kUnsigned>(v, scale, finite);
+  return finite ? scale : __uint_as_float(0x7fc00000u);
+}
+
+}  // namespace kitchen::svdquant

@@ -1,0 +1,121 @@
+// Activations to 4-bit codes, per row and group of 64 columns, bit for bit as kitchen_core/reference/svdquant.py:
+//
+//   v = (x + shift) / smooth[k]                  IEEE division
+//   scale = max(absmax of the group, 1e-10) / L  IEEE division; L = 7 (signed) or 15 (unsigned)
+//   code = clamp(rne(v / scale))                 IEEE division; -7..7, or 0..15
+//   a group whose absmax is not finite: scale NaN, codes 0
+//
+// A thread owns 16 columns, whose smooth factors it keeps, and walks over rows; four lanes share a group (group_codes.cuh).
+#include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
+
+#include <algorithm>
+
+#include "kitchen/host/device.h"
+#include "kitchen/host/launch.h"
+#include "quantize_svdquant_w4a4/group_codes.cuh"
+
+namespace kitchen::svdquant {
+namespace {
+
+constexpr int kThreads = 64;
+
+template <class T>
+struct Loaded {
+  static constexpr int kVectors = kColumns * sizeof(T) / 16;
+  uint4 words[kVectors];
+
+  __device__ __forceinline__ void load(const T* from, bool aligned) {
+    if (aligned) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) words[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      return;
+    }
+    T* const values = reinterpret_cast<T*>(words);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) values[i] = from[i];
+  }
+
+  __device__ __forceinline__ void unpack(float (&v)[kColumns]) const {
+    const uint32_t* const word = reinterpret_cast<const uint32_t*>(words);
+#pragma unroll
+    for (int i = 0; i < kColumns / Word<T>::kValues; ++i) Word<T>::unpack(word[i], v + i * Word<T>::kValues);
+  }
+};
+
+template <CodeForm kForm>
+__device__ __forceinline__ void store_scale(const QuantizeParams& p, int64_t row, int64_t group, int groups, float scale) {
+  if constexpr (kForm == CodeForm::kE4m3) {
+    uint4* const block =
+        static_cast<uint4*>(p.scales) + row / kBlockRows * even_groups(groups) * kBlockRows + row % kBlockRows;
+    block[group * kBlockRows] = ScaleParts(scale).row_of_a();
+    if (groups % 2 == 1 && group == 0) block[groups * kBlockRows] = make_uint4(0, 0, 0, 0);
+  } else {
+    static_cast<float*>(p.scales)[group * p.M + row] = scale;
+  }
+}
+
+template <class T, CodeForm kForm, bool kUnsigned>
+__global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, int column_blocks, bool aligned) {
+  const int64_t column = (static_cast<int64_t>(blockIdx.x % column_blocks) * kThreads + threadIdx.x) * kColumns;
+  const int64_t row_step = gridDim.x / column_blocks;
+  int64_t row = blockIdx.x / column_blocks;
+  const int groups = static_cast<int>(p.K / kGroup);
+  const bool inside = column < p.K;  // whole groups of lanes are
+  const int64_t own_column = inside ? column : 0;
+  const Smooth smooth(p.smooth, own_column, p.smooth_type);
+  const T* const x = static_cast<const T*>(p.x) + own_column;
+  Loaded<T> next;
+  if (row < p.M) next.load(x + row * p.x_row_stride, aligned);
+  for (; row < p.M; row += row_step) {
+    float v[kColumns];
+    next.unpack(v);
+    if (row + row_step < p.M) next.load(x + (row + row_step) * p.x_row_stride, aligned);
+    if (p.shift != 0.0f) {
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], p.shift);
+    }
+    smooth.divide(v);
+    const float scale = group_codes<kUnsigned>(v);
+    if (!inside) continue;
+    store_codes<kForm>(p.codes, row * p.K + column, v);
+    if (threadIdx.x % kLanesPerGroup == 0) {
+      store_scale<kForm>(p, row, column / kGroup, groups, scale);
+    }
+  }
+}
+
+template <class T, CodeForm kForm>
+void launch(const QuantizeParams& p, int device, cudaStream_t stream) {
+  constexpr int kBlocksPerSm = 12;
+  const int column_blocks = static_cast<int>((p.K / kColumns + kThreads - 1) / kThreads);
+  const int64_t rows_at_once =
+      std::max<int64_t>(1, int64_t{kBlocksPerSm} * host::attribute(cudaDevAttrMultiProcessorCount, device) / column_blocks);
+  const int64_t passes = (p.M + rows_at_once - 1) / rows_at_once, rows = (p.M + passes - 1) / passes;  // evenly dealt out
+  const bool aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_row_stride * sizeof(T) % 16 == 0;
+  const auto kernel = p.is_unsigned ? quantize<T, kForm, true> : quantize<T, kForm, false>;
+  host::launch("quantize_svdquant_w4a4", kernel, {rows * column_blocks, kThreads, 1, 0, stream}, p, column_blocks, aligned);
+}
+
+template <class T>
+void launch_form(const QuantizeParams& p, int device, cudaStream_t stream) {
+  switch (p.form) {
+    case CodeForm::kPacked: return launch<T, CodeForm::kPacked>(p, device, stream);
+    case CodeForm::kE4m3: return launch<T, CodeForm::kE4m3>(p, device, stream);
+  }
+}
+
+}  // namespace
+
+void quantize_svdquant_w4a4(const QuantizeParams& p, int device, cudaStream_t stream) {
+  host::require(p.M >= 0 && p.K >= kGroup && p.K % kGroup == 0 && p.K <= (int64_t{1} << 30),
+                "quantize_svdquant_w4a4: K must be a multiple of 64 and at most 2^30");
+  if (p.M == 0) return;
+  const host::DeviceGuard guard(device);
+  switch (p.type) {
+    case DType::kFloat32: return launch_form<float>(p, device, stream);
+    case DType::kFloat16: return launch_form<__half>(p, device, stream);
+    case DType::kBFloat16: return launch_form<__nv_bfloat16>(p, device, stream);
+  }
+}
+
+}  // namespace kitchen::svdquant

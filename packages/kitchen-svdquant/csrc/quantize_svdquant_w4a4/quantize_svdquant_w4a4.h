@@ -1,0 +1,43 @@
+// Activations to 4-bit codes in groups of 64 columns.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kitchen/common/dtype.h"
+
+namespace kitchen::svdquant {
+
+enum class CodeForm : int { kPacked = 0, kE4m3 = 1 };  // two codes a byte; an e4m3 number each
+
+struct QuantizeParams {
+  const void* x;  // [M, K] of type, rows x_row_stride elements apart
+  int64_t x_row_stride;
+  const void* smooth;  // [K] of smooth_type
+  uint8_t* codes;      // [M, K / 2], or e4m3 numbers [M, K]
+  void* scales;        // float32 [K / 64, M]; for e4m3 their parts in blocks of 64 rows: svdquant_gemm/scale_layout.h
+  int64_t M, K;
+  float shift;       // added to x in fp32 before the division; 0 adds nothing
+  bool is_unsigned;  // codes 0..15, else -7..7
+  CodeForm form;
+  DType type, smooth_type;
+};
+
+// With x * proj_down beside it, for few rows on GPUs with clusters (sm_90 and later). Codes are packed.
+struct FewRowsParams {
+  QuantizeParams quantize;
+  const void* proj_down;  // [K, R] of down_type
+  float* low;             // [M, R]
+  int R;
+  DType down_type;
+};
+
+constexpr int kMostFewRows = 16;
+
+bool quantize_few_rows_supports(int64_t M, int64_t K);
+void quantize_few_rows(const FewRowsParams& params, int device, cudaStream_t stream);
+
+void quantize_svdquant_w4a4(const QuantizeParams& params, int device, cudaStream_t stream);
+
+}  // namespace kitchen::svdquant

@@ -1,0 +1,160 @@
+"""Launches the Hopper GEMM: codes as e4m3 numbers, wgmma. Arguments have been checked by the ops."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kitchen_core.arithmetic import add_residual, apply_input_act
+from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT
+
+from . import _quantize
+from ._extension import EXTENSION
+from ._quantize import DTYPE_CODES
+
+# The weight's codes are decoded to a byte each, so many bytes at a time: they stay in L2 until they are multiplied.
+CHUNK_BYTES = 40 << 20
+CHUNK_COLUMNS = 384  # whole tiles of every plan
+
+
+class Activation(NamedTuple):
+    """x [M, K] as the GEMM reads it: e4m3 codes, scales in blocks of 64 rows."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+class Branch(NamedTuple):
+    """Operands of the low-rank product, bfloat16 [M, R] and [N, R], R a multiple of 8; None where there is no branch.
+
+    ``lora_act`` float32 is still to be rounded into ``low``, which the decoder does on its way; None where it is done.
+    """
+
+    low: torch.Tensor | None
+    up: torch.Tensor | None
+    lora_act: torch.Tensor | None = None
+
+
+def branch_of(lora_act: torch.Tensor, proj_up: torch.Tensor) -> Branch:
+    """The operands whose bfloat16 product is lora_act @ proj_up.T.
+
+    Of a bfloat16 proj_up, lora_act is rounded, which adds 2^-9 of the branch. Others are cut in two bfloat16 parts each, whose
+    three larger products are summed: 2^-16 of the branch.
+    """
+    rank = proj_up.shape[1]
+    if rank == 0:
+        return Branch(None, None)
+    pad = -rank % 8
+    if proj_up.dtype == torch.bfloat16:
+        low = torch.empty((lora_act.shape[0], rank + pad), dtype=torch.bfloat16, device=lora_act.device)
+        up = F.pad(proj_up, (0, pad)) if pad else proj_up.contiguous()
+        return Branch(low, _aligned(up), lora_act.contiguous())
+    low, up = lora_act.bfloat16(), proj_up.bfloat16()
+    low_rest, up_rest = (lora_act - low.float()).bfloat16(), (proj_up.float() - up.float()).bfloat16()
+    low, up = torch.cat((low, low_rest, low), 1), torch.cat((up, up, up_rest), 1)
+    pad = -low.shape[1] % 8
+    return Branch(F.pad(low, (0, pad)), F.pad(up, (0, pad)))
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@lru_cache(maxsize=8192)
+def plan_of(M: int, N: int, K: int, device: int, variant: int | None = None) -> tuple[tuple[int, int, int], int, str]:
+    """(variant, grid, raster_group), the tile's columns, and the plan in words."""
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return EXTENSION.module.svdquant_gemm_sm90_plan(M, N, K, sm_count, variant)
+
+
+def chunk_columns(n: int, k: int) -> int:
+    """Columns of the output whose weights are decoded at once."""
+    most = max(1, CHUNK_BYTES // (CHUNK_COLUMNS * k)) * CHUNK_COLUMNS
+    return n if n <= most else most
+
+
+def multiply(
+    activation: Activation, weight: torch.Tensor, wscales: torch.Tensor, branch: Branch, bias: torch.Tensor | None,
+    out_dtype: torch.dtype, residual: torch.Tensor | None, residual_scale: torch.Tensor | None, variant: int | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The output [M, N]. ``residual``, of any dtype, [M, N]."""
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
+        y = multiply(activation, weight, wscales, branch, bias, torch.float32, None, None, variant)
+        scale = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, scale).to(out_dtype)
+    (m, k), n = activation.codes.shape, weight.shape[0]
+    device, stream = weight.device.index, _quantize.stream_of(weight)
+    out = torch.empty((m, n), dtype=out_dtype, device=weight.device)
+    if out.numel() == 0:
+        return out
+    weight, wscales = _quantize.aligned_codes(weight), wscales.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    scale_stride = 0
+    if residual_scale is not None:
+        residual_scale = residual_scale.reshape(-1).float().contiguous()
+        scale_stride = 0 if residual_scale.numel() == 1 else 1
+    step = chunk_columns(n, k)
+    for first in range(0, n, step):
+        columns = min(step, n - first)
+        plan, tile_n, _ = plan_of(m, columns, k, device, variant)
+        lora_act = branch.lora_act if first == 0 else None
+        codes, scales = _quantize.decode(
+            weight[first : first + columns], wscales[:, first : first + columns], tile_n, is_a=False, lora_act=lora_act,
+            low=None if lora_act is None else branch.low,
+        )  # fmt: skip
+        EXTENSION.module.svdquant_gemm_sm90(
+            m, columns, k, activation.codes.data_ptr(), activation.scales.data_ptr(), codes.data_ptr(),
+            scales.data_ptr(), 0 if branch.low is None else branch.low.shape[1], _pointer(branch.low),
+            _pointer(branch.up, first * (0 if branch.up is None else branch.up.shape[1])), _pointer(bias, first),
+            0 if bias is None else DTYPE_CODES[bias.dtype], _pointer(residual, first),
+            _pointer(residual_scale, first * scale_stride), scale_stride, _pointer(out, first), DTYPE_CODES[out_dtype], n,
+            plan, device, stream,
+        )  # fmt: skip
+    return out
+
+
+def _pointer(tensor: torch.Tensor | None, elements: int = 0) -> int:
+    return 0 if tensor is None else tensor.data_ptr() + elements * tensor.element_size()
+
+
+def scaled_mm(
+    codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False, out_dtype=torch.bfloat16,
+    residual=None, residual_scale=None, variant=None,
+):  # fmt: skip
+    """scaled_mm_svdquant_w4a4: the packed codes of x are decoded first."""
+    codes = _quantize.aligned_codes(codes)
+    if codes.shape[0] == 0:
+        return torch.empty((0, weight.shape[0]), dtype=out_dtype, device=codes.device)
+    decoded = _quantize.decode(codes, ascales.contiguous(), _quantize.A_BLOCK, is_a=True, act_unsigned=act_unsigned)
+    return multiply(
+        Activation(*decoded), weight, wscales, branch_of(lora_act, proj_up), bias, out_dtype, residual, residual_scale,
+        variant,
+    )  # fmt: skip
+
+
+def linear(
+    x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
+    input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None, variant=None,
+):  # fmt: skip
+    """svdquant_linear: the quantizer writes what the GEMM reads."""
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
+    rows = raw.reshape(-1, k)
+    shift = UNSIGNED_SHIFT if act_unsigned else 0.0
+    activation = Activation(*_quantize.quantize_rows(rows, smooth, act_unsigned, _quantize.E4M3, shift))
+    branch = Branch(None, None)
+    if proj_up.shape[1]:
+        branch = branch_of(_quantize.low_rank_product(rows, proj_down), proj_up)
+    flat = None if residual is None else residual.reshape(-1, n)
+    y = multiply(activation, weight, wscales, branch, bias, out_dtype or x.dtype, flat, residual_scale, variant)
+    return y.reshape(*x.shape[:-1], n)
+
+
+def workspace_bytes(m: int, n: int, k: int, rank: int) -> int:
+    """Transient memory of one linear beside its output: both operands' codes and scales, the branch's activations."""
+    columns = chunk_columns(n, k)
+    return (m + columns) * k + 16 * (m + columns) * (k // GROUP) + 6 * m * rank

@@ -1,0 +1,85 @@
+"""Launches the GEMM by mma.sync, which streams the weight once per 64 rows of x. Arguments have been checked by the ops."""
+
+from __future__ import annotations
+
+import torch
+
+from kitchen_core.arithmetic import add_residual, apply_input_act
+from kitchen_core.reference.svdquant import UNSIGNED_SHIFT
+
+from . import _quantize
+from ._extension import EXTENSION
+from ._quantize import DTYPE_CODES
+
+
+def scaled_mm(
+    int4: bool, codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False,
+    out_dtype=torch.bfloat16, residual=None, residual_scale=None, programmatic_launch=False,
+):  # fmt: skip
+    """scaled_mm_svdquant_w4a4, by 4-bit or by 8-bit MMA.
+
+    ``programmatic_launch``: the kernel in front is ``_quantize.quantize_few_rows``, which lets this one start early.
+    """
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
+        y = scaled_mm(
+            int4, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32,
+            programmatic_launch=programmatic_launch,
+        )  # fmt: skip
+        scale = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, scale).to(out_dtype)
+    m, n, k = codes.shape[0], weight.shape[0], 2 * weight.shape[1]
+    out = torch.empty((m, n), dtype=out_dtype, device=codes.device)
+    if out.numel() == 0:
+        return out
+    codes, weight = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight)
+    ascales, lora_act = ascales.contiguous(), lora_act.contiguous()
+    wscales, proj_up = _aligned(wscales.contiguous()), _aligned(proj_up.contiguous())
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    scale_stride = 0
+    if residual_scale is not None:
+        residual_scale = residual_scale.reshape(-1).float().contiguous()
+        scale_stride = 0 if residual_scale.numel() == 1 else 1
+    EXTENSION.module.svdquant_gemm_sm80(
+        m, n, k, codes.data_ptr(), ascales.data_ptr(), weight.data_ptr(), wscales.data_ptr(), DTYPE_CODES[wscales.dtype],
+        proj_up.shape[1], lora_act.data_ptr(), proj_up.data_ptr(), DTYPE_CODES[proj_up.dtype], _pointer(bias),
+        0 if bias is None else DTYPE_CODES[bias.dtype], _pointer(residual), _pointer(residual_scale), scale_stride,
+        out.data_ptr(), DTYPE_CODES[out_dtype], act_unsigned, int4, programmatic_launch, codes.device.index,
+        _quantize.stream_of(codes),
+    )  # fmt: skip
+    return out
+
+
+def linear(
+    x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
+    input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+):  # fmt: skip
+    """svdquant_linear for few rows of x: the quantizer and the branch's first half in one launch, the GEMM in the second."""
+    n, k = weight.shape[0], 2 * weight.shape[1]
+    raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
+    rows = raw.reshape(-1, k)
+    shift = UNSIGNED_SHIFT if act_unsigned else 0.0
+    together = _quantize.few_rows_supported(rows, proj_down.shape[1])
+    if together:
+        quantized = _quantize.quantize_few_rows(rows, smooth, proj_down, act_unsigned, shift)
+    else:
+        quantized = (
+            *_quantize.quantize_rows(rows, smooth, act_unsigned, shift=shift),
+            _quantize.low_rank_product(rows, proj_down),
+        )
+    codes, ascales, lora_act = quantized
+    flat = None if residual is None else residual.reshape(-1, n)
+    y = scaled_mm(
+        False, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype or x.dtype, flat,
+        residual_scale, programmatic_launch=together,
+    )  # fmt: skip
+    return y.reshape(*x.shape[:-1], n)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """To 4 bytes: the kernel reads two 16-bit numbers at once."""
+    return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()

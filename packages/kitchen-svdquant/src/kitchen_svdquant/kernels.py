@@ -1,0 +1,77 @@
+"""What kitchen-svdquant offers, and when: the records of its CUDA kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kitchen_core.devices import DeviceFacts
+from kitchen_core.registry import Kernel, Problem, Provider
+
+from . import _hopper, _quantize, _stream
+from ._extension import EXTENSION
+
+FEW_ROWS_PRIORITY, CUDA_PRIORITY, INT4_PRIORITY, SM80_PRIORITY = 110, 100, 85, 80
+FEW_ROWS = 32  # up to here the weight is streamed: docs/kernels/svdquant.md
+MAX_ROWS = 2**30  # of x and of the weight
+
+
+def _too_large(problem: Problem) -> str | None:
+    if max(problem.M, problem.N, problem.K) > MAX_ROWS:
+        return f"takes M, N and K up to {MAX_ROWS}, the call has M={problem.M} N={problem.N} K={problem.K}"
+    return None
+
+
+def _quantizer_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    return EXTENSION.why_not(facts) or _too_large(problem)
+
+
+def _hopper_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if facts.kind == "cuda" and facts.sm != 90:
+        return f"needs sm_90 (wgmma), the device is {facts}"
+    return EXTENSION.why_not_path(facts, "sm90") or _too_large(problem)
+
+
+def _stream_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = EXTENSION.why_not_path(facts, "sm80")
+    if reason is not None:
+        return reason
+    if facts.sm < 80:
+        return f"needs sm_80 or later, the device is {facts}"
+    return _too_large(problem)
+
+
+def _int4_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if facts.kind == "cuda" and facts.sm >= 100:
+        return f"4-bit MMA exists on sm_80 to sm_90, the device is {facts}"
+    return _stream_supports(problem, facts)
+
+
+def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    """Where streaming the weight beats tiles of 128 rows; measured on an H200, 2026-11-30."""
+    if problem.M > FEW_ROWS:
+        return f"for M of at most {FEW_ROWS}, the call has {problem.M}"
+    reason = _stream_supports(problem, facts)
+    if reason is None and facts.sm < 90:
+        reason = f"multiplies 8-bit integers, and {facts} has 4-bit MMA"
+    return reason
+
+
+def _scaled_mm(name: str, function, supports, priority: int) -> Kernel:
+    return Kernel("scaled_mm_svdquant_w4a4", name, function, supports, priority, "svdquant")
+
+
+provider = Provider(
+    name="kitchen-svdquant",
+    kernels=(
+        Kernel(
+            "quantize_svdquant_w4a4", "groups", _quantize.quantize_w4a4, _quantizer_supports, CUDA_PRIORITY, "svdquant"
+        ),
+        _scaled_mm("few_rows", partial(_stream.scaled_mm, False), _few_rows_supports, FEW_ROWS_PRIORITY),
+        _scaled_mm("sm90", _hopper.scaled_mm, _hopper_supports, CUDA_PRIORITY),
+        _scaled_mm("int4", partial(_stream.scaled_mm, True), _int4_supports, INT4_PRIORITY),
+        _scaled_mm("sm80", partial(_stream.scaled_mm, False), _stream_supports, SM80_PRIORITY),
+        Kernel("svdquant_linear", "few_rows", _stream.linear, _few_rows_supports, FEW_ROWS_PRIORITY, "svdquant"),
+        Kernel("svdquant_linear", "sm90", _hopper.linear, _hopper_supports, CUDA_PRIORITY, "svdquant"),
+    ),
+    doctor=EXTENSION.describe,
+)

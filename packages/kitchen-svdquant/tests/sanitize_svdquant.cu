@@ -1,0 +1,198 @@
+// Every kernel of the package on small problems whose results are exact, against loops on the host: a program without torch, for
+// compute-sanitizer, under which importing torch takes longer than the kernels.
+//
+// sources: packages/kitchen-svdquant/csrc/*/*.cu packages/kitchen-svdquant/csrc/svdquant_gemm/sm80/*.cu
+// sources: packages/kitchen-svdquant/csrc/svdquant_gemm/sm90/*.cu
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "decode_svdquant/decode_svdquant.h"
+#include "kitchen/host/check.h"
+#include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
+#include "svdquant_gemm/scale_layout.h"
+#include "svdquant_gemm/sm80/svdquant_gemm.h"
+#include "svdquant_gemm/sm90/svdquant_gemm.h"
+
+using namespace kitchen;
+using namespace kitchen::svdquant;
+
+namespace {
+
+uint32_t random_state = 1;
+uint32_t next_random() { return random_state = random_state * 1664525u + 1013904223u, random_state >> 8; }
+
+template <class T>
+struct DeviceArray {
+  T* data = nullptr;
+  size_t count;
+  explicit DeviceArray(const std::vector<T>& host) : count(host.size()) {
+    host::check(cudaMalloc(&data, count * sizeof(T)), "cudaMalloc");
+    host::check(cudaMemcpy(data, host.data(), count * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  explicit DeviceArray(size_t n) : DeviceArray(std::vector<T>(n)) {}
+  ~DeviceArray() { cudaFree(data); }
+  std::vector<T> read() const {
+    std::vector<T> host(count);
+    host::check(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return host;
+  }
+};
+
+int code_at(const std::vector<uint8_t>& packed, int64_t at, bool is_unsigned) {
+  const int nibble = packed[at / 2] >> (at % 2 * 4) & 15;
+  return is_unsigned || nibble < 8 ? nibble : nibble - 16;
+}
+
+// Scales are powers of two and everything else small integers: all sums are exact, in every order.
+int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
+  std::vector<uint8_t> a(int64_t(M) * K / 2), b(int64_t(N) * K / 2);
+  for (auto& byte : a) byte = static_cast<uint8_t>(next_random());
+  for (auto& byte : b) byte = static_cast<uint8_t>(next_random());
+  const int groups = K / kGroup, padded = (R + 7) / 8 * 8;
+  std::vector<float> a_scale(groups * M), b_scale(groups * N), low(M * R), up(N * R), bias(N), residual(M * N);
+  for (auto& s : a_scale) s = float(1 << next_random() % 3);
+  for (auto& s : b_scale) s = float(1 << next_random() % 3);
+  for (auto* v : {&low, &up, &bias, &residual}) {
+    for (auto& x : *v) x = float(int(next_random() % 17) - 8);
+  }
+  std::vector<float> want(M * N);
+  for (int m = 0; m < M; ++m) {
+    for (int n = 0; n < N; ++n) {
+      float sum = bias[n] + residual[m * N + n];
+      for (int r = 0; r < R; ++r) sum += low[m * R + r] * up[n * R + r];
+      for (int g = 0; g < groups; ++g) {
+        int dot = 0;
+        for (int k = g * kGroup; k < (g + 1) * kGroup; ++k) {
+          dot += code_at(a, int64_t(m) * K + k, is_unsigned) * code_at(b, int64_t(n) * K + k, false);
+        }
+        sum += float(dot) * a_scale[g * M + m] * b_scale[g * N + n];
+      }
+      want[m * N + n] = sum;
+    }
+  }
+  const DeviceArray<uint8_t> a_dev(a), b_dev(b);
+  const DeviceArray<float> a_scale_dev(a_scale), b_scale_dev(b_scale), low_dev(low), up_dev(up), bias_dev(bias),
+      residual_dev(residual);
+  int wrong = 0;
+  const auto compare = [&](const DeviceArray<float>& out, const char* what, int which) {
+    host::check(cudaDeviceSynchronize(), what);
+    const auto got = out.read();
+    int differ = 0;
+    for (size_t i = 0; i < got.size(); ++i) differ += got[i] != want[i];
+    if (differ) std::printf("%s %d, M=%d N=%d K=%d R=%d: %d wrong\n", what, which, M, N, K, R, differ);
+    wrong += differ != 0;
+  };
+  for (const bool int4 : {false, true}) {
+    const DeviceArray<float> out(std::vector<float>(M * N, -1));
+    StreamOperands o = {M,
+                        N,
+                        K,
+                        R,
+                        a_dev.data,
+                        a_scale_dev.data,
+                        b_dev.data,
+                        b_scale_dev.data,
+                        low_dev.data,
+                        up_dev.data,
+                        bias_dev.data,
+                        residual_dev.data,
+                        nullptr,
+                        out.data,
+                        DType::kFloat32,
+                        DType::kFloat32,
+                        DType::kFloat32,
+                        DType::kFloat32,
+                        0,
+                        is_unsigned,
+                        int4,
+                        false};
+    svdquant_gemm_sm80(o, 0, nullptr);
+    compare(out, "svdquant_gemm_sm80", int4);
+  }
+  std::vector<__nv_bfloat16> up_half(N * padded);
+  for (int i = 0; i < N * R; ++i) up_half[i / R * padded + i % R] = __float2bfloat16(up[i]);
+  const DeviceArray<__nv_bfloat16> up_half_dev(up_half), low_half(size_t(M) * padded);
+  const int even = even_groups(groups), a_rows = (M + kBlockRows - 1) / kBlockRows * kBlockRows;
+  const DeviceArray<uint8_t> a_codes(a.size() * 2), b_codes(b.size() * 2);
+  const DeviceArray<uint4> a_parts(size_t(a_rows) * even);
+  decode_svdquant({a_dev.data, a_scale_dev.data, a_codes.data, a_parts.data, M, K, M, kBlockRows, true, is_unsigned,
+                   DType::kFloat32, low_dev.data, low_half.data, M, R, padded},
+                  0, nullptr);
+  for (int variant = 0; variant < hopper_variant_count(); ++variant) {
+    const HopperPlan plan = hopper_plan_for(M, N, K, 132, variant);
+    const int tile = hopper_variant(variant).tile_n;
+    const DeviceArray<uint4> b_parts(size_t((N + tile - 1) / tile * tile) * even);
+    decode_svdquant({b_dev.data, b_scale_dev.data, b_codes.data, b_parts.data, N, K, N, tile, false, false, DType::kFloat32,
+                     nullptr, nullptr, 0, 0, 0},
+                    0, nullptr);
+    const DeviceArray<float> out(std::vector<float>(M * N, -1));
+    HopperOperands o = {M,
+                        N,
+                        K,
+                        a_codes.data,
+                        a_parts.data,
+                        b_codes.data,
+                        b_parts.data,
+                        padded,
+                        low_half.data,
+                        up_half_dev.data,
+                        bias_dev.data,
+                        residual_dev.data,
+                        nullptr,
+                        out.data,
+                        N,
+                        DType::kFloat32,
+                        DType::kFloat32,
+                        0};
+    svdquant_gemm_sm90(o, plan, nullptr);
+    compare(out, "svdquant_gemm_sm90", variant);
+  }
+  return wrong;
+}
+
+// Both quantizers make the same codes and scales.
+int check_quantizers(int M, int K, int R, bool is_unsigned) {
+  std::vector<float> x(M * K), smooth(K), down(K * R), want(M * R);
+  for (auto& v : x) v = float(int(next_random() % 2001) - 1000);
+  for (auto& v : smooth) v = float(1 + next_random() % 7);
+  for (auto& v : down) v = float(int(next_random() % 3) - 1);
+  for (int m = 0; m < M; ++m) {
+    for (int r = 0; r < R; ++r) {
+      for (int k = 0; k < K; ++k) want[m * R + r] += x[m * K + k] * down[k * R + r];
+    }
+  }
+  const DeviceArray<float> x_dev(x), smooth_dev(smooth), down_dev(down), scales(size_t(M) * K / kGroup),
+      few_scales(scales.count), low(want.size());
+  const DeviceArray<uint8_t> codes(size_t(M) * K / 2), few_codes(codes.count), numbers(size_t(M) * K);
+  const DeviceArray<uint4> parts(size_t((M + kBlockRows - 1) / kBlockRows * kBlockRows) * even_groups(K / kGroup));
+  QuantizeParams p = {x_dev.data, K,         smooth_dev.data, codes.data,        scales.data,     M,
+                      K,          0.171875f, is_unsigned,     CodeForm::kPacked, DType::kFloat32, DType::kFloat32};
+  quantize_svdquant_w4a4(p, 0, nullptr);
+  QuantizeParams e4m3 = p;
+  e4m3.codes = numbers.data, e4m3.scales = parts.data, e4m3.form = CodeForm::kE4m3;
+  quantize_svdquant_w4a4(e4m3, 0, nullptr);
+  p.codes = few_codes.data, p.scales = few_scales.data;
+  quantize_few_rows({p, down_dev.data, low.data, R, DType::kFloat32}, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "the quantizers");
+  const bool same = codes.read() == few_codes.read() && scales.read() == few_scales.read() && low.read() == want;
+  if (!same) std::printf("quantizers differ: M=%d K=%d R=%d\n", M, K, R);
+  return !same;
+}
+
+}  // namespace
+
+int main() {
+  int cases = 0, failed = 0;
+  for (const bool is_unsigned : {false, true}) {
+    failed += check_gemms(1, 33, 64, 0, is_unsigned);
+    failed += check_gemms(13, 130, 192, 17, is_unsigned);
+    failed += check_gemms(131, 101, 448, 72, is_unsigned);
+    failed += check_quantizers(1, 64, 17, is_unsigned);
+    failed += check_quantizers(5, 1088, 33, is_unsigned);
+    failed += check_quantizers(16, 1024, 8, is_unsigned);
+    cases += 3 * (2 + hopper_variant_count()) + 3;
+  }
+  std::printf("%d cases, %d failed\n", cases, failed);
+  return failed != 0;
+}
