@@ -1,0 +1,171 @@
+// The module kitchen_w4a8._C. Tensors arrive as device pointers and sizes, the stream as an integer, all checked by the Python
+// functions that call this (kernels.py); nothing here knows of torch.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "decode_w4a8_weight/decode_w4a8_weight.h"
+#include "kitchen/host/check.h"
+#include "order_tokens/order_tokens.h"
+#include "w4a8_scaled_mm/hopper/hopper.h"
+#include "w4a8_scaled_mm/stream/stream.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace kitchen;
+
+constexpr int kAbi = 1;  // kitchen_core.abi.KITCHEN_ABI
+using Plan = std::pair<int, int>;  // of the members of stream::Plan and hopper::Plan
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void bind_decode(py::module_& m) {
+  m.def(
+      "decode_w4a8_weight",
+      [](uintptr_t codes, uintptr_t s_rel, uintptr_t codebook, uintptr_t out, int64_t N, int64_t K, int group, int bits,
+         bool float_scales, int device, uintptr_t stream) {
+        const bool whole = (bits == 4 || bits == 6) && K >= 1 && K < (int64_t{1} << 30) && K % (bits == 4 ? 16 : 32) == 0;
+        host::require(whole, "decode_w4a8_weight: K must be a multiple of 16 (6 bits: of 32)");
+        host::require(group >= 4 && K % group == 0 && (group % 16 == 0 || (bits == 4 && 16 % group == 0)),
+                      "decode_w4a8_weight: the group must divide K and 16, or be a multiple of 16");
+        const w4a8::DecodeParams p = {pointer<const uint8_t>(codes),
+                                      pointer<const void>(s_rel),
+                                      pointer<const float>(codebook),
+                                      pointer<int8_t>(out),
+                                      N,
+                                      static_cast<int>(K),
+                                      group,
+                                      bits,
+                                      float_scales};
+        w4a8::decode_w4a8_weight(p, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("codes"), py::arg("s_rel"), py::arg("codebook"), py::arg("out"), py::arg("N"), py::arg("K"), py::arg("group"),
+      py::arg("bits"), py::arg("float_scales"), py::arg("device"), py::arg("stream"));
+}
+
+w4a8::ScaledMmParams scaled_mm_params(int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t a, uintptr_t a_scale,
+                                      uintptr_t codes, uintptr_t s_rel, uintptr_t codebook, uintptr_t b_scale, uintptr_t bias,
+                                      int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride,
+                                      uintptr_t out, int out_type, bool programmatic) {
+  host::require(bias_type >= 0 && bias_type <= 2 && out_type >= 0 && out_type <= 2, "w4a8_scaled_mm: unknown dtype");
+  w4a8::ScaledMmParams p = {};
+  p.M = M;
+  p.N = N;
+  p.K = K;
+  p.a = pointer<const int8_t>(a);
+  p.a_scale = pointer<const float>(a_scale);
+  p.codes = pointer<const uint8_t>(codes);
+  p.s_rel = pointer<const uint8_t>(s_rel);
+  p.codebook = pointer<const float>(codebook);
+  p.b_scale = pointer<const float>(b_scale);
+  p.bias = pointer<const void>(bias);
+  p.residual = pointer<const void>(residual);
+  p.residual_scale = pointer<const float>(residual_scale);
+  p.out = pointer<void>(out);
+  p.bias_type = static_cast<DType>(bias_type);
+  p.out_type = static_cast<DType>(out_type);
+  p.residual_scale_stride = residual_scale_stride;
+  p.bits = bits;
+  p.group = group;
+  p.programmatic_launch = programmatic;
+  return p;
+}
+
+// Every product takes the same arguments; `run` gets them with the plan.
+template <class Run>
+void bind_scaled_mm(py::module_& m, const char* name, const char* doc, Run run) {
+  m.def(
+      name,
+      [run](int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t a, uintptr_t a_scale, uintptr_t codes,
+            uintptr_t s_rel, uintptr_t codebook, uintptr_t b_scale, uintptr_t bias, int bias_type, uintptr_t residual,
+            uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace,
+            bool programmatic, const std::optional<Plan>& plan, int device, uintptr_t stream) {
+        const auto p = scaled_mm_params(M, N, K, bits, group, a, a_scale, codes, s_rel, codebook, b_scale, bias, bias_type,
+                                        residual, residual_scale, residual_scale_stride, out, out_type, programmatic);
+        run(p, pointer<int8_t>(workspace), plan, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("a"), py::arg("a_scale"),
+      py::arg("codes"), py::arg("s_rel"), py::arg("codebook"), py::arg("b_scale"), py::arg("bias"), py::arg("bias_type"),
+      py::arg("residual"), py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"),
+      py::arg("workspace"), py::arg("programmatic"), py::arg("plan"), py::arg("device"), py::arg("stream"), doc);
+}
+
+#ifdef KITCHEN_HAVE_SM80
+void bind_stream(py::module_& m) {
+  namespace stream = w4a8::stream;
+  bind_scaled_mm(m, "w4a8_stream", "1 to 16 rows of a. plan: (warps side by side, pieces of K), None chooses.",
+                 [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+                   const stream::Plan forced = plan ? stream::Plan{plan->first, plan->second} : stream::Plan{};
+                   stream::run(p, plan ? &forced : nullptr, device, on);
+                 });
+  m.def(
+      "w4a8_stream_plan",
+      [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, int smem_per_block, bool has_clusters,
+         const std::optional<Plan>& plan) {
+        const stream::Problem problem = {M, N, K, bits, group};
+        const stream::Device device = {sm_count, smem_per_block, has_clusters};
+        const char* reason = stream::unsupported(problem);
+        stream::Plan chosen = {1, 1};
+        if (reason == nullptr) {
+          chosen = plan ? stream::Plan{plan->first, plan->second} : stream::choose_plan(problem, device);
+          reason = stream::rejected(problem, chosen, device);
+        }
+        return std::make_tuple(Plan(chosen.warps_n, chosen.splits), stream::describe(problem, chosen),
+                               std::string(reason == nullptr ? "" : reason));
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("sm_count"),
+      py::arg("smem_per_block"), py::arg("has_clusters"), py::arg("plan") = py::none(),
+      "(plan, in words, why it cannot run or '') on such a device; with a plan, of that one.");
+}
+#endif
+
+#ifdef KITCHEN_HAVE_SM90
+void bind_hopper(py::module_& m) {
+  namespace hopper = w4a8::hopper;
+  bind_scaled_mm(
+      m, "w4a8_hopper", "workspace: int8 [M, K rounded up to 128]. plan: (tokens of a tile, pieces of K), None chooses.",
+      [](const w4a8::ScaledMmParams& given, int8_t* workspace, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+        w4a8::ScaledMmParams p = given;
+        w4a8::order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, on);
+        p.a = workspace;
+        p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
+        const hopper::Plan forced = plan ? hopper::Plan{plan->first, plan->second} : hopper::Plan{};
+        hopper::run(p, plan ? &forced : nullptr, device, on);
+      });
+  m.def(
+      "w4a8_hopper_plan",
+      [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, const std::optional<Plan>& plan) {
+        const hopper::Problem problem = {M, N, K, bits, group};
+        const hopper::Plan chosen = plan ? hopper::Plan{plan->first, plan->second} : hopper::choose_plan(problem, sm_count);
+        const char* const reason = hopper::rejected(problem, chosen);
+        return std::make_tuple(Plan(chosen.tokens, chosen.splits), hopper::describe(problem, chosen),
+                               std::string(reason == nullptr ? "" : reason));
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("sm_count"),
+      py::arg("plan") = py::none(),
+      "(plan, in words, why it cannot run or '') on a GPU of so many SMs; with a plan, of that one.");
+}
+#endif
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "CUDA kernels of kitchen-w4a8";
+  m.def("abi", [] { return kAbi; }, "The number that must equal kitchen_core.abi.KITCHEN_ABI.");
+  m.def("archs", [] { return std::string(KITCHEN_ARCHS); }, "The CUDA architectures compiled in, comma separated.");
+  bind_decode(m);
+#ifdef KITCHEN_HAVE_SM80
+  bind_stream(m);
+#endif
+#ifdef KITCHEN_HAVE_SM90
+  bind_hopper(m);
+#endif
+}

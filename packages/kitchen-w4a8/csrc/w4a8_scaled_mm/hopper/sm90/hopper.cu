@@ -1,0 +1,174 @@
+// Launches hopper.cuh: checks, the plan, tensor maps. The kernels are compiled in this file.
+#include "w4a8_scaled_mm/hopper/hopper.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kitchen/host/check.h"
+#include "kitchen/host/device.h"
+#include "kitchen/host/tensor_map.h"
+#include "w4a8_scaled_mm/hopper/sm90/hopper.cuh"
+
+namespace kitchen::w4a8::hopper {
+namespace {
+
+constexpr int64_t kMost = int64_t{1} << 30, kMostK = 131071;
+constexpr int kTokenTiles[] = {32, 64, 128, 256};
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int log2_of(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+bool whole(const Plan& plan) { return plan.tokens <= 64; }
+
+CUtensorMap byte_map(const void* data, int64_t rows, int64_t columns, int64_t pitch, int box_rows, int box_columns,
+                     bool swizzle) {
+  return host::encode_matrix_map({CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, data, rows, columns, pitch, box_rows, box_columns,
+                                  swizzle ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE});
+}
+
+Tiles tiles_of(const Problem& q, const Plan& plan) {
+  Tiles t = {};
+  t.M = static_cast<int>(q.M), t.N = static_cast<int>(q.N), t.K = static_cast<int>(q.K);
+  t.splits = plan.splits;
+  t.stages_per_split = static_cast<int>(ceil_div(ceil_div(q.K, kStage), plan.splits));
+  t.tiles_m = static_cast<int>(ceil_div(q.M, plan.tokens));
+  t.tiles_n = static_cast<int>(ceil_div(q.N, rows_of(plan.tokens)));
+  // Tokens that are walked together stay in the L2 while all codes pass once: up to 16 MB of them.
+  t.raster_group = static_cast<int>(std::clamp<int64_t>((int64_t{16} << 20) / (plan.tokens * q.K), 1, 16));
+  t.group_log2 = log2_of(q.group);
+  t.groups_per_row = static_cast<int>(q.K / q.group);
+  t.scale_width = t.groups_per_row % 8 == 0 ? 8 : 1;
+  return t;
+}
+
+// Cycles of the busiest SM. Constants from measurements on an H200 (docs/kernels/w4a8.md).
+double cost(const Problem& q, const Plan& plan, int sm_count) {
+  const bool six = q.bits == 6;
+  constexpr double kStart = 5000, kStorePerToken = 20;
+  constexpr double kMostClusters[] = {1.0, 1.0, 0.8, 0.75};  // of the SMs, that clusters of 1, 2, 4 and 8 fill
+  const Tiles t = tiles_of(q, plan);
+  // Of 128 columns: decoding limits up to 128 tokens, the tensor cores and shared memory beyond.
+  const double stage = plan.tokens <= 64 ? (six ? 500 : 370) : plan.tokens == 128 ? (six ? 1600 : 1350) : (six ? 1850 : 1550);
+  const double tile = t.stages_per_split * stage + kStorePerToken * plan.tokens / plan.splits;
+  const double blocks = double(t.tiles_m) * t.tiles_n * plan.splits;
+  const double rounds =
+      std::ceil(blocks / std::floor(sm_count * kMostClusters[log2_of(plan.splits)] / plan.splits) / plan.splits);
+  return whole(plan) ? rounds * (kStart + (plan.splits > 1 ? 1000 : 0) + tile) : kStart + rounds * tile;
+}
+
+template <class Config>
+void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
+  static_assert(sizeof(SharedStorage<Config>) <= static_cast<size_t>(kSharedLimit), "the stages do not fit shared memory");
+  const Problem problem = {p.M, p.N, p.K, p.bits, p.group};
+  KernelParams params = {};
+  params.tiles = tiles_of(problem, plan);
+  const int64_t padded = ceil_div(p.K, kStage) * kStage, pitch = p.K / 8 * p.bits;
+  params.tokens = byte_map(p.a, p.M, padded, padded, Config::kTokens, kStage, true);
+  params.nibbles = byte_map(p.codes, p.N, p.K / 2, pitch, Config::kRows, kStage / 2, false);
+  params.tops = params.nibbles;
+  if (p.bits == 6) params.tops = byte_map(p.codes + p.K / 2, p.N, p.K / 4, pitch, Config::kRows, kStage / 4, false);
+  params.s_rel = p.s_rel;
+  params.codebook = p.codebook;
+  params.epilogue = epilogue_params(p);
+  if (params.tiles.scale_width == 8 && reinterpret_cast<uintptr_t>(p.s_rel) % 8 != 0) params.tiles.scale_width = 1;
+
+  const auto kernel = w4a8_hopper<Config>;
+  constexpr int kBytes = sizeof(SharedStorage<Config>);
+  host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "w4a8_hopper");
+  const int64_t tiles = int64_t{params.tiles.tiles_m} * params.tiles.tiles_n;
+  const int64_t clusters = Config::kWhole ? tiles : std::min<int64_t>(tiles, sm_count);
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = {};
+  config.attrs = attributes;
+  if (plan.splits > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(plan.splits), 1, 1};
+  }
+  if (p.programmatic_launch) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  config.gridDim = dim3(static_cast<unsigned>(clusters * plan.splits));
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  host::check(cudaLaunchKernelEx(&config, kernel, params), "w4a8_hopper");
+}
+
+template <int kBits>
+void launch_tokens(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
+  switch (plan.tokens) {
+    case 32: return launch<Config<kBits, 32>>(p, plan, sm_count, stream);
+    case 64: return launch<Config<kBits, 64>>(p, plan, sm_count, stream);
+    case 128: return launch<Config<kBits, 128>>(p, plan, sm_count, stream);
+    default: return launch<Config<kBits, 256>>(p, plan, sm_count, stream);
+  }
+}
+
+}  // namespace
+
+const char* unsupported(const Problem& q) {
+  if (q.M < 1 || q.N < 1 || q.K < 1 || q.M > kMost || q.N > kMost) return "M, N or K is out of range";
+  if (q.K > kMostK) return "K > 131071 can overflow the int32 sums";
+  if (q.bits != 4 && q.bits != 6) return "bits must be 4 or 6";
+  if (q.K % (q.bits == 4 ? 32 : 64) != 0)
+    return "the copy engine needs rows of 16 bytes: K must be a multiple of 32 (6 bits: of 64)";
+  if (q.group < 16 || q.group > 256 || (q.group & (q.group - 1)) != 0) return "takes groups of 16, 32, 64, 128 and 256";
+  if (host::find_tensor_map_encoder() == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled";
+  return nullptr;
+}
+
+const char* rejected(const Problem& q, const Plan& plan) {
+  if (std::find(std::begin(kTokenTiles), std::end(kTokenTiles), plan.tokens) == std::end(kTokenTiles))
+    return "tiles have 32, 64, 128 or 256 tokens";
+  if (plan.splits != 1 && plan.splits != 2 && plan.splits != 4 && plan.splits != 8) return "K is split in 1, 2, 4 or 8";
+  if (plan.splits > 1 && !whole(plan)) return "only tiles of 32 and 64 tokens split K";
+  const int64_t stages = ceil_div(q.K, kStage);
+  if ((plan.splits - 1) * ceil_div(stages, plan.splits) >= stages) return "a piece of K would be empty";
+  if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, rows_of(plan.tokens)) * plan.splits > (int64_t{1} << 31) - 1)
+    return "more than 2^31 - 1 tiles";
+  return nullptr;
+}
+
+Plan choose_plan(const Problem& q, int sm_count) {
+  Plan best = {256, 1};
+  double least = std::numeric_limits<double>::infinity();
+  for (const int tokens : kTokenTiles) {
+    for (int splits = 1; splits <= 8; splits *= 2) {
+      const Plan plan = {tokens, splits};
+      if (rejected(q, plan) != nullptr) continue;
+      const double c = cost(q, plan, sm_count);
+      if (c < least) least = c, best = plan;
+    }
+  }
+  return best;
+}
+
+std::string describe(const Problem& q, const Plan& plan) {
+  return "M=" + std::to_string(q.M) + " N=" + std::to_string(q.N) + " K=" + std::to_string(q.K) + " at " +
+         std::to_string(q.bits) + " bits, groups of " + std::to_string(q.group) + ": tiles of " +
+         std::to_string(rows_of(plan.tokens)) + " outputs x " + std::to_string(plan.tokens) + " tokens, K in " +
+         std::to_string(plan.splits) + " pieces";
+}
+
+void run(const ScaledMmParams& p, const Plan* forced, int device, cudaStream_t stream) {
+  if (p.M == 0) return;
+  const Problem problem = {p.M, p.N, p.K, p.bits, p.group};
+  if (const char* reason = unsupported(problem)) {
+    throw std::invalid_argument("w4a8_hopper: " + describe(problem, {0, 1}) + ": " + reason);
+  }
+  const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
+  host::require((address(p.a) | address(p.codes)) % 16 == 0, "w4a8_hopper: a and the codes must be aligned to 16 bytes");
+  host::DeviceGuard guard(device);
+  const int sm_count = host::attribute(cudaDevAttrMultiProcessorCount, device);
+  const Plan plan = forced != nullptr ? *forced : choose_plan(problem, sm_count);
+  if (const char* reason = rejected(problem, plan)) {
+    throw std::invalid_argument("w4a8_hopper: " + describe(problem, plan) + ": " + reason);
+  }
+  p.bits == 4 ? launch_tokens<4>(p, plan, sm_count, stream) : launch_tokens<6>(p, plan, sm_count, stream);
+}
+
+}  // namespace kitchen::w4a8::hopper

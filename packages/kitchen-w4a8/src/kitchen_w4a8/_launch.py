@@ -1,0 +1,318 @@
+"""Launches the kernels of this package on tensors. Arguments have been checked by the ops; here only what a kernel needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from kitchen_core.arithmetic import add_residual
+from kitchen_core.devices import DeviceFacts
+from kitchen_core.reference.w4a8 import correction_addend
+from kitchen_core.registry import Problem
+
+from ._extension import EXTENSION
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+STREAM, HOPPER = "w4a8_stream", "w4a8_hopper"  # kernels that decode on the fly, by their names in the extension
+MAX_DECODED = 2**35 - 1  # weights of one decoding launch
+
+Plan = tuple[
+    int, int
+]  # stream::Plan (warps side by side, pieces of K) or hopper::Plan (tokens of a tile, pieces of K) of csrc
+
+
+class PlanAnswer(NamedTuple):
+    """A plan, itself in words, and why it cannot run ('' where it can)."""
+
+    plan: Plan
+    words: str
+    reason: str
+
+
+def decode(
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    codebook: torch.Tensor | None = None,
+    group_size: int = 16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """decode_w4a8_weight by its kernel; ``out`` gives the memory, int8 [N, K] contiguous."""
+    n, k = weight.shape[0], s_rel.shape[1] * group_size
+    if out is None:
+        out = weight.new_empty((n, k))
+    if n:
+        weight, s_rel, table = _aligned(weight, 8), s_rel.contiguous(), _table(codebook)
+        EXTENSION.module.decode_w4a8_weight(
+            weight.data_ptr(), s_rel.data_ptr(), _pointer(table), out.data_ptr(), n, k, group_size, bits_of(weight, k),
+            s_rel.dtype == torch.float32, weight.device.index, torch.cuda.current_stream(weight.device).cuda_stream,
+        )  # fmt: skip
+    return out
+
+
+def dequantize(
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    s_channel: torch.Tensor,
+    codebook: torch.Tensor | None = None,
+    correction: None = None,
+    out_dtype: torch.dtype | None = None,
+    group_size: int = 16,
+    convrot_groupsize: int = 0,
+) -> torch.Tensor:
+    """dequantize_w4a8_weight by decoding to INT8 and the op dequantize_int8: the same arithmetic from there on."""
+    decoded = decode(weight, s_rel, codebook, group_size)
+    return torch.ops.kitchen.dequantize_int8.default(decoded, s_channel.reshape(-1, 1), out_dtype, convrot_groupsize)
+
+
+def scaled_mm(
+    launch: str,
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    s_channel: torch.Tensor,
+    codebook: torch.Tensor | None = None,
+    correction: None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    group_size: int = 16,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """w4a8_scaled_mm by the kernel ``launch``, STREAM or HOPPER. ``plan`` forces one (tests and measurements)."""
+    return _product(
+        launch, codes, x_scale, weight, s_rel, s_channel, codebook, bias, out_dtype, group_size, residual, residual_scale,
+        plan, False,
+    )  # fmt: skip
+
+
+def linear(
+    launch: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    s_channel: torch.Tensor,
+    codebook: torch.Tensor | None = None,
+    correction: None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group_size: int = 16,
+    convrot_groupsize: int = 0,
+    input_act: str = "none",
+    input_act_weight: torch.Tensor | None = None,
+    input_act_eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """w4a8_linear: the quantizer, and behind it the product by ``launch``, which reads the weight meanwhile."""
+    codes, x_scale = torch.ops.kitchen.quantize_and_rotate_rowwise.default(
+        x, convrot_groupsize, input_act, input_act_weight, input_act_eps
+    )
+    return _product(
+        launch, codes, x_scale, weight, s_rel, s_channel, codebook, bias, out_dtype or x.dtype, group_size, residual,
+        residual_scale, None, True,
+    )  # fmt: skip
+
+
+def _product(
+    launch: str,
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    s_channel: torch.Tensor,
+    codebook: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    group_size: int,
+    residual: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    plan: Any,
+    programmatic: bool,
+) -> torch.Tensor:
+    """``programmatic`` lets the kernel start while the one in front of it in the stream, which made ``codes`` and ``x_scale``,
+    still runs: everything else must be older than that one."""
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
+        y = _product(
+            launch, codes, x_scale, weight, s_rel, s_channel, codebook, bias, torch.float32, group_size, None, None, plan,
+            programmatic,
+        )  # fmt: skip
+        gate = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, gate).to(out_dtype)
+    n, k = weight.shape[0], s_rel.shape[1] * group_size
+    out = codes.new_empty((*codes.shape[:-1], n), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    # What has to be copied first is copied by kernels in front of this one, which a programmatic launch would overtake.
+    prepared = (
+        _aligned(codes.reshape(-1, k), 16), x_scale.reshape(-1).contiguous(), _aligned(weight, 16), s_rel.contiguous(),
+        s_channel.reshape(-1).contiguous(), _table(codebook), _contiguous(bias), _contiguous(residual), _gate(residual_scale),
+    )  # fmt: skip
+    a, a_scale, b, scales, b_scale, table, bias, residual, gate = prepared
+    if programmatic and not (b is weight and table is codebook and _same(scales, s_rel) and _same(b_scale, s_channel)):
+        programmatic = False
+    workspace = a.new_empty((a.shape[0], _whole_blocks(k))) if launch == HOPPER else None
+    getattr(EXTENSION.module, launch)(
+        a.shape[0], n, k, bits_of(weight, k), group_size, a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), scales.data_ptr(),
+        _pointer(table), b_scale.data_ptr(), _pointer(bias), 0 if bias is None else DTYPE_CODES[bias.dtype],
+        _pointer(residual), _pointer(gate), 0 if gate is None or gate.numel() == 1 else 1, out.data_ptr(),
+        DTYPE_CODES[out_dtype], _pointer(workspace), programmatic, plan, codes.device.index,
+        torch.cuda.current_stream(codes.device).cuda_stream,
+    )  # fmt: skip
+    return out
+
+
+# ------------------------------------------------------------------------------------------- decode, then an INT8 product
+
+
+def decoded_scaled_mm(
+    codes: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    s_rel: torch.Tensor,
+    s_channel: torch.Tensor,
+    codebook: torch.Tensor | None = None,
+    correction: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    group_size: int = 16,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """w4a8_scaled_mm by decoding the weight to INT8, as much at once as stays in the L2 cache, and the op int8_scaled_mm."""
+    if correction is not None:
+        return _corrected_mm(
+            codes, x_scale, weight, s_rel, s_channel, codebook, correction, bias, out_dtype, group_size, residual,
+            residual_scale,
+        )  # fmt: skip
+    n, k = weight.shape[0], s_rel.shape[1] * group_size
+    multiply = torch.ops.kitchen.int8_scaled_mm.default
+    rows = chunk_rows(n, k, codes.device.index)
+    if rows >= n:
+        decoded = decode(weight, s_rel, codebook, group_size)
+        return multiply(codes, x_scale, decoded, s_channel, bias, out_dtype, residual, residual_scale)
+    out = codes.new_empty((*codes.shape[:-1], n), dtype=out_dtype)
+    s_channel, gate = s_channel.reshape(-1), None if residual_scale is None else residual_scale.reshape(-1)
+    workspace = weight.new_empty((rows, k))
+    for start in range(0, n, rows):
+        part = slice(start, min(start + rows, n))
+        decoded = decode(weight[part], s_rel[part], codebook, group_size, out=workspace[: part.stop - start])
+        out[..., part] = multiply(
+            codes, x_scale, decoded, s_channel[part], None if bias is None else bias[part], out_dtype,
+            None if residual is None else residual[..., part], gate if gate is None or gate.numel() == 1 else gate[part],
+        )  # fmt: skip
+    return out
+
+
+def _corrected_mm(
+    codes,
+    x_scale,
+    weight,
+    s_rel,
+    s_channel,
+    codebook,
+    correction,
+    bias,
+    out_dtype,
+    group_size,
+    residual,
+    residual_scale,
+):
+    """The same with a correction: y = fma(float(acc) * x_scale, s_channel, c), which an INT8 product with a scale of 1, the
+    residual c and the residual's scale s_channel computes to the bit."""
+    rows = codes.reshape(-1, codes.shape[-1])
+    c = correction_addend(rows, x_scale.reshape(-1, 1), correction, bias, group_size)
+    one = s_channel.new_ones(1)
+    decoded = decode(weight, s_rel, codebook, group_size)
+    y = torch.ops.kitchen.int8_scaled_mm.default(
+        rows, x_scale.reshape(-1, 1), decoded, one, None, torch.float32, c, s_channel.reshape(-1)
+    )
+    gate = None if residual_scale is None else residual_scale.reshape(-1)
+    y = y.reshape(*codes.shape[:-1], weight.shape[0])
+    return add_residual(y, residual, gate).to(out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def chunk_rows(n: int, k: int, device: int) -> int:
+    """Rows of a weight that are decoded at once: all of them where half of the L2 cache holds them, else as many as it holds.
+
+    A multiple of 256, so that the products of the pieces have whole tiles.
+    """
+    half = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) // 2
+    return n if n * k <= half else max(256, half // k // 256 * 256)
+
+
+@lru_cache(maxsize=8192)
+def stream_plan(M: int, N: int, K: int, bits: int, group: int, device: int, plan: Plan | None = None) -> PlanAnswer:
+    """The plan of the streaming kernel on a device (or the given one)."""
+    gpu = torch.cuda.get_device_properties(device)
+    return PlanAnswer(
+        *EXTENSION.module.w4a8_stream_plan(
+            M, N, K, bits, group, gpu.multi_processor_count, gpu.shared_memory_per_block_optin, gpu.major >= 9, plan
+        )
+    )
+
+
+def stream_shared_bytes(problem: Problem, facts: DeviceFacts) -> int:
+    """Shared memory of a block of the streaming kernel, by the plan that needs the least (lay_out of stream.cu)."""
+    steps = -(-problem.K // 256)
+    splits = [s for s in (1, 2, 4, 8) if s == 1 or (facts.sm >= 90 and (s - 1) * -(-steps // s) < steps)]
+    own = -(-steps // splits[-1]) * 256
+    scales = 2 * 16 * 16 * (-(-own // problem.group // 16) | 1)
+    sums = 2 * 4 * 20 * problem.M
+    received = 0 if splits[-1] == 1 else 16 * 8 * splits[-1] * -(-4 * problem.M // (8 * splits[-1]))
+    ring = 2 * 16 * (2048 if problem.bits == 4 else 3072)
+    return 6144 + 1152 + 640 + scales + sums + problem.M * (own + 16) + received + ring
+
+
+@lru_cache(maxsize=8192)
+def hopper_plan(M: int, N: int, K: int, bits: int, group: int, device: int, plan: Plan | None = None) -> PlanAnswer:
+    """The plan of the Hopper kernel on a device (or the given one)."""
+    gpu = torch.cuda.get_device_properties(device)
+    return PlanAnswer(*EXTENSION.module.w4a8_hopper_plan(M, N, K, bits, group, gpu.multi_processor_count, plan))
+
+
+def workspace_bytes(kernel: str, M: int, N: int, K: int, device: int) -> int:
+    """What a kernel of w4a8_scaled_mm ("stream", "hopper", "decoded") asks of torch's allocator besides its output."""
+    return {"stream": 0, "hopper": M * _whole_blocks(K), "decoded": min(N, chunk_rows(N, K, device)) * K}[kernel]
+
+
+def _whole_blocks(k: int) -> int:
+    return (k + 127) // 128 * 128
+
+
+def bits_of(weight: torch.Tensor, k: int) -> int:
+    """Bits a code, from the bytes of a row."""
+    return 4 if weight.shape[1] * 2 == k else 6
+
+
+def _aligned(matrix: torch.Tensor, alignment: int) -> torch.Tensor:
+    """The matrix itself where it is contiguous and aligned, else a copy that is."""
+    if matrix.is_contiguous() and matrix.data_ptr() % alignment == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _table(codebook: torch.Tensor | None) -> torch.Tensor | None:
+    if codebook is None or (codebook.dtype == torch.float32 and codebook.is_contiguous()):
+        return codebook
+    return codebook.float().contiguous()
+
+
+def _gate(residual_scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if residual_scale is None else residual_scale.reshape(-1).float().contiguous()
+
+
+def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _same(made: torch.Tensor, given: torch.Tensor) -> bool:
+    return made.data_ptr() == given.data_ptr()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,225 @@
+// Every instance of the kernels of this package on small problems, against a loop on the host; a program for compute-sanitizer.
+// tools/sanitize.py builds and runs it.
+//
+// sources: packages/kitchen-w4a8/csrc/decode_w4a8_weight/*.cu packages/kitchen-w4a8/csrc/order_tokens/*.cu
+// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/stream/sm80/*.cu
+// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/hopper/sm90/*.cu
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "decode_w4a8_weight/decode_w4a8_weight.h"
+#include "kitchen/host/check.h"
+#include "order_tokens/order_tokens.h"
+#include "w4a8_scaled_mm/hopper/hopper.h"
+#include "w4a8_scaled_mm/stream/stream.h"
+
+using namespace kitchen;
+using namespace kitchen::w4a8;
+
+namespace {
+
+uint32_t next_random() {
+  static uint32_t state = 1;
+  return state = state * 1664525u + 1013904223u, state >> 8;
+}
+
+// An allocation that ends with the array, so that reads and writes beyond it are found.
+template <class T>
+struct DeviceArray {
+  T* data = nullptr;
+  size_t count;
+  explicit DeviceArray(const std::vector<T>& host) : count(host.size()) {
+    host::check(cudaMalloc(&data, count * sizeof(T)), "cudaMalloc");
+    host::check(cudaMemcpy(data, host.data(), count * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
+  }
+  ~DeviceArray() { cudaFree(data); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  std::vector<T> read() const {
+    std::vector<T> host(count);
+    host::check(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return host;
+  }
+};
+
+template <class T>
+std::vector<T> random_bytes(size_t count, uint32_t most = 256) {
+  std::vector<T> values(count);
+  for (auto& value : values) value = static_cast<T>(next_random() % most);
+  return values;
+}
+std::vector<float> random_floats(size_t count) {
+  std::vector<float> values(count);
+  for (auto& value : values) value = (static_cast<int>(next_random() % 2001) - 1000) / 1024.0f;
+  return values;
+}
+
+float e4m3(uint8_t byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float size = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
+  return byte & 128 ? -size : size;
+}
+
+struct Weight {
+  int N, K, bits, group;
+  std::vector<uint8_t> codes, s_rel;
+  std::vector<float> codebook;
+  std::vector<int8_t> decoded;
+
+  Weight(int N_, int K_, int bits_, int group_) : N(N_), K(K_), bits(bits_), group(group_) {
+    codes = random_bytes<uint8_t>(size_t(N) * K / 8 * bits);
+    s_rel = random_bytes<uint8_t>(size_t(N) * (K / group), 127);
+    codebook = random_floats(16);
+    std::sort(codebook.begin(), codebook.end());
+    for (int c = 0; c < 16; ++c) codebook[c] = c < 8 ? -std::fabs(codebook[c]) : std::fabs(codebook[c]);
+    decoded.resize(size_t(N) * K);
+    for (int n = 0; n < N; ++n) {
+      const uint8_t* const row = codes.data() + size_t(n) * K / 8 * bits;
+      for (int k = 0; k < K; ++k) {
+        const int nibble = row[k / 2] >> 4 * (k % 2) & 15;
+        const float level = bits == 4 ? codebook[nibble] : float((nibble | (row[K / 2 + k / 4] >> 2 * (k % 4) & 3) << 4) - 32);
+        const volatile float product = level * e4m3(s_rel[size_t(n) * (K / group) + k / group]);
+        decoded[size_t(n) * K + k] = static_cast<int8_t>(std::fmin(std::fmax(std::nearbyintf(product), -127.0f), 127.0f));
+      }
+    }
+  }
+};
+
+int cases = 0, failed = 0;
+
+template <class T>
+void compare(const std::string& name, const std::vector<T>& got, const std::vector<T>& want) {
+  int wrong = 0;
+  for (size_t i = 0; i < want.size(); ++i) wrong += std::memcmp(&got[i], &want[i], sizeof(T)) != 0;
+  ++cases;
+  if (wrong == 0) return;
+  ++failed;
+  std::printf("%s: %d of %zu wrong\n", name.c_str(), wrong, want.size());
+}
+
+struct Problem {
+  int M;
+  const Weight& w;
+  std::vector<int8_t> a;
+  std::vector<float> a_scale, b_scale, bias, residual, gate, want;
+  DeviceArray<int8_t> a_device;
+  DeviceArray<uint8_t> codes, s_rel;
+  DeviceArray<float> codebook, a_scale_device, b_scale_device, bias_device, residual_device, gate_device;
+
+  Problem(int rows, const Weight& weight)
+      : M(rows),
+        w(weight),
+        a(random_bytes<int8_t>(size_t(M) * w.K)),
+        a_scale(random_floats(M)),
+        b_scale(random_floats(w.N)),
+        bias(random_floats(w.N)),
+        residual(random_floats(size_t(M) * w.N)),
+        gate(random_floats(w.N)),
+        want(size_t(M) * w.N),
+        a_device(a),
+        codes(w.codes),
+        s_rel(w.s_rel),
+        codebook(w.codebook),
+        a_scale_device(a_scale),
+        b_scale_device(b_scale),
+        bias_device(bias),
+        residual_device(residual),
+        gate_device(gate) {
+    for (int m = 0; m < M; ++m) {
+      for (int n = 0; n < w.N; ++n) {
+        int acc = 0;
+        for (int k = 0; k < w.K; ++k) acc += a[size_t(m) * w.K + k] * w.decoded[size_t(n) * w.K + k];
+        const volatile float scaled = float(acc) * a_scale[m];
+        want[size_t(m) * w.N + n] = std::fmaf(gate[n], std::fmaf(scaled, b_scale[n], bias[n]), residual[size_t(m) * w.N + n]);
+      }
+    }
+  }
+
+  void check(const std::string& name, const std::function<void(const ScaledMmParams&)>& launch) const {
+    const DeviceArray<float> out(std::vector<float>(want.size(), NAN));
+    const ScaledMmParams p = {M,
+                              w.N,
+                              w.K,
+                              a_device.data,
+                              a_scale_device.data,
+                              codes.data,
+                              s_rel.data,
+                              w.bits == 4 ? codebook.data : nullptr,
+                              b_scale_device.data,
+                              bias_device.data,
+                              residual_device.data,
+                              gate_device.data,
+                              out.data,
+                              DType::kFloat32,
+                              DType::kFloat32,
+                              1,
+                              w.bits,
+                              w.group,
+                              false};
+    launch(p);
+    host::check(cudaDeviceSynchronize(), name.c_str());
+    compare(name, out.read(), want);
+  }
+};
+
+void check_decode(const Weight& w) {
+  const DeviceArray<uint8_t> codes(w.codes), s_rel(w.s_rel);
+  const DeviceArray<float> codebook(w.codebook);
+  const DeviceArray<int8_t> out(std::vector<int8_t>(w.decoded.size(), 0));
+  decode_w4a8_weight(
+      {codes.data, s_rel.data, w.bits == 4 ? codebook.data : nullptr, out.data, w.N, w.K, w.group, w.bits, false}, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "decode");
+  compare("decode", out.read(), w.decoded);
+  std::vector<float> scales(w.s_rel.size());
+  for (size_t i = 0; i < scales.size(); ++i) scales[i] = e4m3(w.s_rel[i]);
+  const DeviceArray<float> floats(scales);
+  decode_w4a8_weight(
+      {codes.data, floats.data, w.bits == 4 ? codebook.data : nullptr, out.data, w.N, w.K, w.group, w.bits, true}, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "decode");
+  compare("decode, float32 scales", out.read(), w.decoded);
+}
+
+void check_stream(const Weight& w) {
+  for (const int M : {3, 13}) {
+    const Problem problem(M, w);
+    for (const stream::Plan plan : {stream::Plan{2, 1}, stream::Plan{4, 2}}) {
+      if (stream::rejected({M, w.N, w.K, w.bits, w.group}, plan, stream::query(0)) != nullptr) continue;
+      problem.check("stream", [&](const ScaledMmParams& p) { stream::run(p, &plan, 0, nullptr); });
+    }
+  }
+}
+
+void check_hopper(const Weight& w) {
+  for (const hopper::Plan plan : {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{256, 1}}) {
+    const int M = plan.tokens + 5;
+    const Problem problem(M, w);
+    const DeviceArray<int8_t> ordered(std::vector<int8_t>(size_t(M) * ((w.K + 127) / 128 * 128), 0));
+    problem.check("hopper " + std::to_string(plan.tokens), [&](const ScaledMmParams& given) {
+      ScaledMmParams p = given;
+      order_tokens({p.a, ordered.data, M, w.K, w.bits, false}, 0, nullptr);
+      p.a = ordered.data;
+      p.programmatic_launch = true;
+      hopper::run(p, &plan, 0, nullptr);
+    });
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const int bits : {4, 6}) {
+    for (const int group : {16, 64}) {
+      const Weight w(137, 704, bits, group);
+      check_decode(w);
+      check_stream(w);
+      check_hopper(w);
+    }
+  }
+  std::printf("%d cases, %d failed\n", cases, failed);
+  return failed != 0;
+}
