@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Times awq_linear against bf16 F.linear, torch's tinygemm, a plain read and, if installed, comfy-kitchen.
+
+python packages/kitchen-awq/bench/awq.py --out benchmarks/results/h200/awq.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+import benchlib
+
+import kitchen_core as kc
+from kitchen_awq import _dequantized, _launch
+from kitchen_awq._extension import EXTENSION
+from kitchen_core.packing import unpack_nibbles
+from kitchen_core.reference.awq import dequantize_awq
+
+# K x N: layers of Flux, Qwen and Llama-like models; with --groups, groups beside 64 and 128 on one of them, 0 meaning one a row
+SHAPES = ((3072, 18432), (4096, 4096), (4096, 24576), (12288, 4096))
+GROUPS = (64, 128)
+OTHER_GROUPS, OTHER_SHAPE, OTHER_ROWS = (16, 32, 256, 0), (4096, 4096), (1, 16, 64, 256)
+ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+SOURCES = [
+    "packages/kitchen-awq/csrc", "shared_cuda/include/kitchen/quant/awq_decode.h",
+    "shared_cuda/include/kitchen/mma/m16n8k16_f16.h", "shared_cuda/include/kitchen/ptx/wgmma_registers.h",
+    "shared_cuda/include/kitchen/ptx/named_barrier.h",
+]  # fmt: skip
+BF16 = torch.bfloat16
+SLOW_PEER_ROWS = 64  # peers that take milliseconds beyond are timed once, not eleven times
+
+
+def cases() -> list[tuple[int, int, int, int]]:
+    """(M, K, N, group): the whole grid."""
+    return [(m, k, n, g) for k, n in SHAPES for g in GROUPS for m in ROWS]
+
+
+def other_cases() -> list[tuple[int, int, int, int]]:
+    """The same for other groups, which are printed and not recorded."""
+    k, n = OTHER_SHAPE
+    return [(m, k, n, g or k) for g in OTHER_GROUPS for m in OTHER_ROWS]
+
+
+def cells() -> set[tuple]:
+    """(case, part, M, K, N) of every row."""
+    return {(f"g{group}", "linear", M, K, N) for M, K, N, group in cases()}
+
+
+def ck_linear():
+    """comfy-kitchen's AWQ linear, or None where it is not installed."""
+    try:
+        import comfy_kitchen
+    except ImportError:
+        return None
+    return comfy_kitchen.gemv_awq_w4a16
+
+
+def tinygemm_weight(packed, group: int):
+    """The weight as torch._weight_int4pack_mm takes it: (q - 8) * scale + zero in groups of 32 to 256."""
+    codes, scale, zero = packed
+    q = unpack_nibbles(codes).to(torch.uint8)
+    tiles = torch._convert_weight_to_int4pack((q[:, 0::2] << 4 | q[:, 1::2]).contiguous(), 8)
+    return tiles, torch.stack((scale, zero), -1).contiguous(), group
+
+
+def random_weight(n: int, k: int, group: int):
+    codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8, device="cuda")
+    scale = (torch.rand(k // group, n, device="cuda") * 0.01 + 0.002).to(BF16)
+    return codes, scale, (torch.randn(k // group, n, device="cuda") * 0.03).to(BF16)
+
+
+def workspace_bytes(kernel: str, M: int, N: int, K: int, group: int) -> int:
+    if kernel == "awq/dequantized":
+        return _dequantized.choose_pieces(M, N, K, 2, True).workspace_bytes
+    route = {"awq/decode": _launch.DECODE, "awq/sm90": _launch.HOPPER}[kernel]
+    return min(_launch.WORKSPACE_BYTES, _launch.plan_of(route, M, N, K, group, BF16, BF16, 0).workspace_bytes)
+
+
+def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
+    """One row, all columns from one interleaved run."""
+    copies = len(packed)
+    x = torch.randn(M, K, device="cuda", dtype=BF16)
+    read_bytes = sum(t.numel() * t.element_size() for t in packed[0]) + 2 * M * (K + N)
+    buffers = [
+        torch.empty(read_bytes, device="cuda", dtype=torch.uint8) for _ in range(benchlib.copies_for(read_bytes))
+    ]
+    sink = torch.zeros(4, device="cuda", dtype=torch.int32)
+
+    def read(i: int) -> None:
+        buffer, stream = buffers[i % len(buffers)], torch.cuda.current_stream().cuda_stream
+        EXTENSION.module.yardstick_read(buffer.data_ptr(), read_bytes, sink.data_ptr(), 0, stream)
+
+    linear = lambda i: kc.awq_linear(x, *packed[i], None, group)  # noqa: E731
+    times = benchlib.time_variants(
+        {"linear": linear, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": read}, copies, 600.0, 5
+    )
+    peers = {}
+    if tiny:
+        peers["tinygemm"] = lambda i: torch._weight_int4pack_mm(
+            x, tiny[i % len(tiny)][0], group, tiny[i % len(tiny)][1]
+        )
+    theirs = ck_linear() if group in GROUPS else None  # at group 16 and 16 rows it reads where it may not
+    if theirs is not None:
+        peers["comfy-kitchen"] = lambda i: theirs(x, *packed[i], None, group)
+    reps = 3 if M <= SLOW_PEER_ROWS else 1
+    found = benchlib.time_variants(peers, 2 if M > SLOW_PEER_ROWS else copies, 200.0, reps) if peers else {}
+    with kc.trace() as calls:
+        y = linear(0)
+    exact = x[:16].double() @ dequantize_awq(*packed[0], group, torch.float32).double().T
+    wide = x[:16].double() @ dense[0].double().T
+    best = min(((timing.us, name) for name, timing in found.items()), default=None)
+    kernel = dict(calls)["awq_linear"]
+    ck = found.get("comfy-kitchen")
+    return {
+        "case": f"g{group}", "part": "linear", "M": M, "N": N, "K": K, "group": group,
+        "us": round(times["linear"].us, 3), "us_p80": round(times["linear"].us_p80, 3),
+        "bf16_us": round(times["bf16"].us, 3), "ck_us": round(ck.us, 3) if ck else None,
+        "best_peer": {"name": best[1], "us": round(best[0], 3)} if best else None,
+        "read_us": round(times["read"].us, 3), "copy_us": None,
+        "err": float((y[:16].double() - exact).norm() / exact.norm()),
+        "err_bf16": float((F.linear(x, dense[0])[:16].double() - wide).norm() / wide.norm()),
+        "kernel": kernel, "workspace_bytes": workspace_bytes(kernel, M, N, K, group),
+    }  # fmt: skip
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary(rows: list[dict]) -> None:
+    """Ratios over the announced shapes, by group and M."""
+    for group in GROUPS:
+        for M in ROWS:
+            mine = [r for r in rows if r["M"] == M and r["group"] == group and (r["K"], r["N"]) in SHAPES]
+            if not mine:
+                continue
+            line = f"g{group:4} M={M:5}  x bf16 {geometric_mean([r['bf16_us'] / r['us'] for r in mine]):5.2f}"
+            line += f"  of a plain read {geometric_mean([r['read_us'] / r['us'] for r in mine]):6.1%}"
+            if all(r["best_peer"] for r in mine):
+                line += f"  x best peer {geometric_mean([r['best_peer']['us'] / r['us'] for r in mine]):6.2f}"
+            print(line)
+
+
+def steps() -> None:
+    """Times over M = 1 .. 300: where a neighbour differs by more than the rule allows."""
+    for K, N in SHAPES[:2]:
+        packed = [random_weight(N, K, 64) for _ in range(benchlib.copies_for(N * K / 2))]
+        previous = None
+        for M in [*range(1, 20), 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 300]:
+            x = torch.randn(M, K, device="cuda", dtype=BF16)
+            call = lambda i, x=x, packed=packed: kc.awq_linear(x, *packed[i], None, 64)  # noqa: E731
+            us = benchlib.time_variants({"linear": call}, len(packed), 200.0, 3)["linear"].us
+            note = " step" if previous and us > 1.5 * previous else ""
+            print(f"K={K} N={N} M={M} {us:.2f} us{note}", flush=True)
+            previous = us
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=benchlib.ROOT / "benchmarks/results/h200/awq.json")
+    parser.add_argument("--quick", action="store_true", help="the first cases only")
+    parser.add_argument("--steps", action="store_true", help="only the times over M = 1 .. 300")
+    parser.add_argument("--groups", action="store_true", help="only other groups; nothing is recorded")
+    args = parser.parse_args()
+    if args.steps:
+        return steps()
+    rows, made = [], None
+    for M, K, N, group in (other_cases() if args.groups else cases())[: 4 if args.quick else None]:
+        if made != (K, N, group):
+            if rows and not args.groups:
+                benchlib.write_results(args.out, "awq", rows, SOURCES)
+            made = (K, N, group)
+            packed = [random_weight(N, K, group) for _ in range(benchlib.copies_for(N * K / 2))]
+            dense = [torch.randn(N, K, device="cuda", dtype=BF16) * 0.02 for _ in range(benchlib.copies_for(2 * N * K))]
+            tiny = [tinygemm_weight(w, group) for w in packed] if group in (32, 64, 128, 256) else []
+        row = measure(M, K, N, group, packed, dense, tiny)
+        rows.append(row)
+        print(
+            f"g{group} K={K:5} N={N:5} M={M:5} {row['us']:8.2f} us, bf16 {row['bf16_us']:8.2f} = "
+            f"{row['bf16_us'] / row['us']:4.2f}x, "
+            f"read {row['read_us']:6.2f} = {row['read_us'] / row['us']:4.0%}, peer {row['best_peer']}, ck {row['ck_us']}, "
+            f"err {row['err']:.5f}  {row['kernel']}",
+            flush=True,
+        )
+    if not args.groups:
+        benchlib.write_results(args.out, "awq", rows, SOURCES)
+        summary(rows)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+// out = round(residual + residual_scale * (x W^T + bias)), W decoded from 4 bits: decode/ for few rows of x, sm90/ on Hopper.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "kitchen/common/dtype.h"
+
+namespace kitchen::awq {
+struct LinearParams {
+  int64_t M, N, K, group;
+  const void* x;               // [M, K] of x_type (bfloat16 or float16), rows contiguous, 16-byte aligned
+  const uint8_t* codes;        // [N, K/2], rows contiguous, 16-byte aligned
+  const void *scale, *zero;    // [K/g, N] of parameter_type, contiguous
+  const void* bias;            // [N] of bias_type; may be nullptr
+  const void* residual;        // [M, N] of residual_type; may be nullptr, may be out itself
+  const float* residual_scale; // [N], or one value where its stride is 0; may be nullptr (1)
+  void* out;                   // [M, N] of out_type
+  DType x_type, parameter_type, bias_type, residual_type, out_type;
+  int residual_scale_stride;
+};
+
+struct LinearDevice { int sm_count, smem_per_block, smem_per_sm, sm; };  // bytes, as a kernel may ask for; compute capability 90
+struct LinearPlan {
+  int variant;  // an index into the route's table of tiles
+  int splits;   // pieces of K, the blocks of a cluster: 1, 2, 4 or 8
+};
+
+// Few rows (decode/sm80): 1 to 64 rows of x. Hopper (sm90): any number.
+int64_t decode_workspace(const LinearParams& problem);  // 0
+int decode_variant_count();
+LinearPlan choose_decode_plan(const LinearParams& problem, const LinearDevice& device);
+const char* decode_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);  // nullptr, or why
+std::string describe_decode(const LinearParams& problem, const LinearPlan& plan);
+void awq_decode(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
+
+int gemm_sm90_variant_count();
+LinearPlan choose_gemm_sm90_plan(const LinearParams& problem, const LinearDevice& device);
+const char* gemm_sm90_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
+std::string describe_gemm_sm90(const LinearParams& problem, const LinearPlan& plan);
+// As many bytes as gemm_sm90_workspace says: 2 for each element of x, K rounded up to 128.
+void awq_gemm_sm90(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
+int64_t gemm_sm90_workspace(const LinearParams& problem);
+
+LinearDevice linear_device(int device);
+
+// The epilogue alone, over sums that another GEMM made: out[m, n] for columns n of [first, first + count).
+struct FinishParams {
+  int64_t M, N, first, count;
+  const float* sums;           // [M, count]
+  const void *bias, *residual; // as above
+  const float* residual_scale;
+  void* out;                   // [M, N]
+  DType bias_type, residual_type, out_type;
+  int residual_scale_stride;
+};
+void finish_sums(const FinishParams& params, int device, cudaStream_t stream);
+}  // namespace kitchen::awq

@@ -1,0 +1,98 @@
+"""What kitchen-awq offers, and when: the records of its CUDA kernels, and where one route hands over to the next.
+
+awq_linear has three routes. Where more than one can run, the number of rows of x decides (measured: docs/kernels/awq.md):
+
+    awq/decode        few rows; weights stream through registers, mma.sync; sm_80 and later
+    awq/sm90          Hopper, up to HOPPER_ROWS: weights are decoded in registers, wgmma
+    awq/dequantized   the rest: pieces of the weight are decoded to memory and multiplied by cuBLAS
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kitchen_core.devices import DeviceFacts
+from kitchen_core.registry import Kernel, Problem, Provider
+
+from . import _dequantized, _launch
+from ._extension import EXTENSION
+
+DECODE_PRIORITY, HOPPER_PRIORITY, CUDA_PRIORITY = 120, 110, 100
+# Rows up to which the decode kernel is chosen where the Hopper kernel could run: for any weight, and for one of at most so many
+# elements.
+DECODE_ROWS, DECODE_ROWS_SMALL, SMALL_WEIGHT = 8, 16, 2**25
+MOST_DECODE_ROWS = 64  # that it takes
+HOPPER_ROWS = 1280  # beyond, cuBLAS on the decoded weight is faster
+MAX_FUSED_K, MAX_N = 2**19 - 1, 2**30
+
+
+def _supports_any(problem: Problem, facts: DeviceFacts) -> str | None:
+    return EXTENSION.why_not(facts)
+
+
+def _fused_reason(problem: Problem, facts: DeviceFacts, path: str) -> str | None:
+    """What both kernels that decode as they multiply ask for."""
+    reason = EXTENSION.why_not_path(facts, path)
+    if reason is not None:
+        return reason
+    if not facts.bf16_tensor_cores:
+        return f"needs bf16 and fp16 tensor cores of sm_80 or later, the device is {facts}"
+    if problem.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16 x, the call has {problem.dtype}"
+    for word in problem.options:
+        if word.startswith(("input_act=", "weight_dtype=")):
+            return f"multiplies x as it is by weights of its type, the call has {word}"
+    if problem.K % 32 or problem.K > MAX_FUSED_K or problem.N > MAX_N:
+        found = f"the call has K={problem.K} N={problem.N}"
+        return f"takes K in multiples of 32 up to {MAX_FUSED_K} and N up to {MAX_N}, {found}"
+    if problem.group % 8:
+        return f"decodes groups of multiples of 8 columns, the call has {problem.group}"
+    return None
+
+
+def _hopper_reason(problem: Problem, facts: DeviceFacts) -> str | None:
+    """Why the Hopper kernel cannot run, whatever the number of rows."""
+    if facts.sm != 90:
+        return f"needs sm_90 (wgmma), the device is {facts}"
+    reason = _fused_reason(problem, facts, "sm90")
+    if reason is not None:
+        return reason
+    if problem.group % 32 or problem.N % 8:
+        return f"takes groups of multiples of 32 and N of 8, the call has group {problem.group} and N={problem.N}"
+    scales = f"scales={str(problem.dtype).removeprefix('torch.')}"
+    if scales not in problem.options:
+        return f"takes scales and zeros of x's type, the call has {' '.join(problem.options)}"
+    return None
+
+
+def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    most = MOST_DECODE_ROWS
+    if _hopper_reason(problem, facts) is None:
+        most = DECODE_ROWS_SMALL if problem.N * problem.K <= SMALL_WEIGHT else DECODE_ROWS
+    if most < problem.M:
+        return f"for M of at most {most}, the call has {problem.M}"
+    return _fused_reason(problem, facts, "sm80")
+
+
+def _hopper_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if problem.M > HOPPER_ROWS:
+        return f"for M of at most {HOPPER_ROWS}, the call has {problem.M}"
+    return _hopper_reason(problem, facts)
+
+
+def _linear(name: str, function, supports, priority: int) -> Kernel:
+    return Kernel("awq_linear", name, function, supports, priority, "awq")
+
+
+provider = Provider(
+    name="kitchen-awq",
+    kernels=(
+        Kernel("dequantize_awq", "dequantize", _launch.dequantize, _supports_any, CUDA_PRIORITY, "awq"),
+        _linear("decode", partial(_launch.fused_linear, _launch.DECODE), _decode_supports, DECODE_PRIORITY),
+        _linear("sm90", partial(_launch.fused_linear, _launch.HOPPER), _hopper_supports, HOPPER_PRIORITY),
+        _linear("dequantized", _dequantized.linear, _supports_any, CUDA_PRIORITY),
+    ),
+    doctor=EXTENSION.describe,
+)

@@ -1,0 +1,356 @@
+"""awq_linear and dequantize_awq on a GPU: every route, group, type and plan against the reference in plain PyTorch.
+
+What a weight decodes to is compared to the bit, by one-hot rows of x; products within derived bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from kitchen_awq import _dequantized, _launch
+from kitchen_awq._extension import EXTENSION
+from kitchen_awq.kernels import HOPPER_ROWS
+from kitchen_core import ops, use
+from kitchen_core.reference import awq as reference
+from kitchen_core.testing import assert_close, assert_equal, expect_kernel, relative_error, tolerance, unit_roundoff
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALVES, DTYPES = (BF16, FP16), (BF16, FP16, FP32)
+ROUTES = (_launch.DECODE, _launch.HOPPER)
+KERNELS = ("awq/decode", "awq/sm90", "awq/dequantized")
+GROUPS = (8, 16, 24, 32, 64, 96, 128, 192, 256, 384, 768)  # 768: one group a row
+SPLITS = (1, 2, 4, 8)
+
+
+def hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def weight(n: int, k: int, group: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    codes = torch.randint(-128, 128, (n, k // 2), generator=generator, dtype=torch.int8, device="cuda")
+    scale = torch.rand(k // group, n, generator=generator, device="cuda") * 0.01 + 0.002
+    zero = torch.randn(k // group, n, generator=generator, device="cuda") * 0.03
+    return codes, scale.to(dtype), zero.to(dtype)
+
+
+def floats(*shape: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def check(x, packed, group, y, bias=None, residual=None, residual_scale=None, out_dtype=None):
+    """y against fp64 with the decoded weight, within the bound of `tolerance`."""
+    dense = reference.dequantize_awq(*packed, group, x.dtype).double()
+    rows = x.reshape(-1, x.shape[-1]).double()
+    want, size = rows @ dense.t(), rows.abs() @ dense.abs().t()
+    if bias is not None:
+        want, size = want + bias.double(), size + bias.double().abs()
+    if residual is not None:
+        scale = 1.0 if residual_scale is None else residual_scale.double()
+        added = residual.reshape(want.shape).double()
+        want, size = want * scale + added, size * abs(scale) + added.abs()
+    bound = tolerance(out_dtype or x.dtype, x.shape[-1])
+    smallest = torch.finfo(out_dtype or x.dtype).tiny
+    absolute = bound.accumulation * size + smallest
+    assert_close(y.reshape(want.shape), want, relative=bound.relative, absolute=absolute, what=f"M={rows.shape[0]}")
+
+
+@pytest.fixture(autouse=True)
+def _only_on_its_own_chip(request):
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if {"awq/sm90", _launch.HOPPER} & set(map(str, parameters.values())) and not hopper():
+        pytest.skip("needs a GPU of compute capability 9.0")
+
+
+# ------------------------------------------------------------------------------------------------- the decoded weight
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_is_the_reference_to_the_bit(dtype, out_dtype):
+    for n, k, group in [
+        (1, 2, 2),
+        (37, 320, 32),
+        (8, 128, 128),
+        (130, 384, 16),
+        (24, 60, 6),
+        (33, 1024, 256),
+        (4, 34, 2),
+    ]:
+        packed = weight(n, k, group, dtype)
+        with expect_kernel("dequantize_awq", "awq/dequantize"):
+            dense = ops.dequantize_awq(*packed, group, out_dtype)
+        assert_equal(dense, reference.dequantize_awq(*packed, group, out_dtype), f"{n}x{k} group {group}")
+
+
+def test_dequantize_reads_any_strides():
+    codes, scale, zero = weight(40, 256, 64, BF16)
+    views = codes.t().contiguous().t(), scale.t().contiguous().t(), zero[:, :]
+    assert_equal(ops.dequantize_awq(*views, 64), reference.dequantize_awq(codes, scale, zero, 64))
+    mixed = codes, scale, zero.float()
+    assert_equal(ops.dequantize_awq(*mixed, 64, BF16), reference.dequantize_awq(*mixed, 64, BF16))
+
+
+def one_hot(linear, k: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
+    eye = torch.eye(k, device="cuda", dtype=dtype)
+    return torch.cat([linear(eye[i : i + rows]) for i in range(0, k, rows)]).t()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_one_hot_rows_print_the_decoded_weight(kernel, group, dtype):
+    k, n, rows = 768, 72, 16 if kernel == "awq/decode" else 200
+    if kernel == "awq/sm90" and group % 32:
+        pytest.skip("awq/sm90 takes groups of multiples of 32")
+    packed = weight(n, k, group, dtype)
+    with use(kernel), expect_kernel("awq_linear", kernel):
+        dense = one_hot(lambda x: ops.awq_linear(x, *packed, None, group), k, dtype, rows)
+    assert_equal(dense, reference.dequantize_awq(*packed, group, dtype), f"{kernel} group {group}")
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_one_hot_rows_for_every_variant(route, dtype):
+    k, n, ran = 384, 40, 0
+    for group, scales in ((32, dtype), (128, dtype), (16, dtype), (64, FP32)):
+        packed = weight(n, k, group, scales)
+        want = reference.dequantize_awq(*packed, group, dtype)
+        for variant in range(getattr(EXTENSION.module, f"{route}_variants")()):
+            if _launch.plan_of(route, 8, n, k, group, dtype, scales, 0, (variant, 1)).reason:
+                continue
+            ran += 1
+            linear = partial(_launch.fused_linear, route, plan=(variant, 1))
+            found = one_hot(lambda x, f=linear, p=packed, g=group: f(x, *p, None, g), k, dtype, 8)
+            assert_equal(found, want, f"{route} variant {variant} group {group}")
+    assert ran >= 10
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("edge", [False, True])
+def test_zeros_that_the_packed_decoder_would_round_otherwise(kernel, dtype, edge):
+    """Tiny ones, and the one just below 2^-10 of the scale's binade: blocks that meet them repeat in fp32."""
+    codes, scale, zero = weight(72, 256, 64, dtype)
+    scale = (torch.rand_like(scale, dtype=FP32) + 1).to(dtype)
+    zero = (torch.randn_like(zero, dtype=FP32) * 2.0**-22).to(dtype)
+    if edge:
+        zero = torch.where(zero > 0, 1.0, -1.0).to(dtype) * (2 - 2.0**-10) * 2.0**-11
+    with use(kernel), expect_kernel("awq_linear", kernel):
+        dense = one_hot(lambda x: ops.awq_linear(x, codes, scale, zero, None, 64), 256, dtype, 16)
+    assert_equal(dense, reference.dequantize_awq(codes, scale, zero, 64, dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(8, 64, 32), (130, 384, 128), (264, 1056, 96), (1000, 2048, 64), (72, 3072, 3072)]
+)
+def test_ragged_shapes(kernel, dtype, n, k, group):
+    if kernel == "awq/sm90" and n % 8:
+        n += 8 - n % 8
+    packed = weight(n, k, group, dtype)
+    for i, m in enumerate((1, 2, 7, 16) if kernel == "awq/decode" else (1, 17, 64, 65, 130, 300)):
+        x = floats(m, k, dtype=dtype, seed=m)
+        bias = None if i % 3 == 0 else floats(n, dtype=DTYPES[i % 3], seed=2)
+        residual = None if i % 2 else floats(m, n, dtype=DTYPES[(i + 1) % 3], seed=3)
+        scale = floats(n if i % 4 else 1, dtype=FP32, seed=4) if residual is not None and i % 3 else None
+        out_dtype = DTYPES[i % 3]
+        with use(kernel), expect_kernel("awq_linear", kernel):
+            y = ops.awq_linear(x, *packed, bias, group, out_dtype, residual=residual, residual_scale=scale)
+        assert y.dtype == out_dtype
+        check(x, packed, group, y, bias, residual, scale, out_dtype)
+
+
+@pytest.mark.parametrize(("k", "group"), [(34, 2), (50, 10), (1000, 8), (36, 12)])
+def test_what_no_fused_kernel_takes_is_dequantized(k, group):
+    packed = weight(21, k, group, BF16)
+    x = floats(5, k, dtype=BF16)
+    kernel = "awq/dequantized"
+    with expect_kernel("awq_linear", kernel):
+        check(x, packed, group, ops.awq_linear(x, *packed, None, group))
+
+
+@pytest.mark.parametrize("scales", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_types_of_x_and_scales(dtype, scales):
+    packed = weight(72, 512, 64, scales)
+    for m in (3, 40, 100):
+        x = floats(m, 512, dtype=dtype)
+        check(x, packed, 64, ops.awq_linear(x, *packed, None, 64))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_error_against_fp64(kernel):
+    """At most 0.3% in bf16 against fp64 of the dequantized weight.
+
+    One rounding is off by up to u = 2^-8 of a number at the bottom of its binade, uniformly; over numbers spread evenly
+    in the logarithm its root mean square is u sqrt((1 - 1/4) / (6 ln 2)) = 0.166%. The weight's and the output's are
+    independent: 0.235%.
+    """
+    bound = 1.25 * math.sqrt(2 * (1 - 1 / 4) / (6 * math.log(2))) * unit_roundoff(BF16)
+    assert bound < 0.003
+    for k, n in ((4096, 512), (12288, 256)):
+        codes, scale, zero = packed = weight(n, k, 64, BF16)
+        exact = reference.dequantize_awq(*packed, 64, FP32).double()
+        for m in (1, 16) if kernel == "awq/decode" else (16, 256, HOPPER_ROWS):
+            x = floats(m, k, dtype=BF16)
+            want = x.double() @ exact.t()
+            with use(kernel), expect_kernel("awq_linear", kernel):
+                y = ops.awq_linear(x, codes, scale, zero, None, 64)
+            assert relative_error(y, want) <= bound, (k, m)
+            assert (y.double() - want).abs().max() <= 0.0065 * want.abs().max()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_plan(route):
+    ran = 0
+    for k, group in ((2080, 32), (1024, 128)):
+        packed = weight(200, k, group, BF16)
+        for m in (5, 40, 300):
+            x, bias = floats(m, k, dtype=BF16), floats(200, dtype=BF16)
+            for variant in range(getattr(EXTENSION.module, f"{route}_variants")()):
+                for splits in SPLITS:
+                    answer = _launch.plan_of(route, m, 200, k, group, BF16, BF16, 0, (variant, splits))
+                    if answer.reason:
+                        with pytest.raises(ValueError, match=answer.reason[:20]):
+                            _launch.fused_linear(route, x, *packed, bias, group, plan=(variant, splits))
+                        continue
+                    ran += 1
+                    y = _launch.fused_linear(route, x, *packed, bias, group, plan=(variant, splits))
+                    check(x, packed, group, y, bias)
+                    assert torch.equal(y, _launch.fused_linear(route, x, *packed, bias, group, plan=(variant, splits)))
+    assert ran >= 40
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_rows_are_independent_and_runs_equal(kernel):
+    packed = weight(264, 1024, 64, BF16)
+    m = 13 if kernel == "awq/decode" else 77
+    x = floats(m, 1024, dtype=BF16)
+    with use(kernel):
+        first = ops.awq_linear(x, *packed, None, 64)
+        assert torch.equal(first, ops.awq_linear(x, *packed, None, 64))
+        other = x.clone()
+        other[1:] = float("nan")
+        assert torch.equal(first[:1], ops.awq_linear(other, *packed, None, 64)[:1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_leading_dims_empty_and_strides(kernel):
+    packed = weight(40, 256, 64, BF16)
+    x = floats(12, 256, dtype=BF16)
+    with use(kernel), expect_kernel("awq_linear", kernel):
+        flat = ops.awq_linear(x, *packed, None, 64)
+        assert torch.equal(ops.awq_linear(x.reshape(2, 3, 2, 256), *packed, None, 64).reshape(12, 40), flat)
+        check(x[0], packed, 64, ops.awq_linear(x[0], *packed, None, 64))
+        assert ops.awq_linear(x[0], *packed, None, 64).shape == (40,)
+        assert ops.awq_linear(x[:0], *packed, None, 64).shape == (0, 40)
+        offset = floats(12 * 256 + 1, dtype=BF16)[1:].view(12, 256)
+        check(offset, packed, 64, ops.awq_linear(offset, *packed, None, 64))
+        wide = floats(12, 512, dtype=BF16)[:, ::2]
+        check(wide, packed, 64, ops.awq_linear(wide, *packed, None, 64))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_is_written_outside_of_the_output(kernel):
+    if kernel == "awq/dequantized":
+        pytest.skip("torch allocates its output")
+    route = dict(zip(KERNELS, ROUTES, strict=False))[kernel]
+    for n, m in ((72, 5), (136, 16)):
+        packed = weight(n, 512, 64, BF16)
+        x, guard = floats(m, 512, dtype=BF16), 4096
+        space = torch.full((2 * guard + m * n,), float("nan"), dtype=BF16, device="cuda")
+        out = space[guard : guard + m * n].view(m, n)
+        _launch.fused_linear(route, x, *packed, None, 64, out=out)
+        check(x, packed, 64, out)
+        assert torch.isnan(space[:guard]).all()
+        assert torch.isnan(space[guard + m * n :]).all()
+
+
+@pytest.mark.parametrize("kernel", ["awq/dequantized", "awq/sm90"])
+def test_more_than_2_31_outputs(kernel):
+    m = HOPPER_ROWS if kernel == "awq/sm90" else 33000
+    n = (2**31 // m + 4096) // 8 * 8
+    packed = weight(n, 32, 32, BF16)
+    x = floats(m, 32, dtype=BF16)
+    with expect_kernel("awq_linear", kernel):
+        y = ops.awq_linear(x, *packed, None, 32)
+    for row in (0, m // 2, m - 1):
+        check(x[row : row + 1], packed, 32, y[row : row + 1])
+
+
+def test_activations_in_front():
+    packed = weight(48, 128, 64, BF16)
+    for act, width in (("gelu_tanh", 128), ("swiglu", 256)):
+        x = floats(6, width, dtype=BF16)
+        with expect_kernel("awq_linear", "awq/dequantized"):
+            y = ops.awq_linear(x, *packed, None, 64, input_act=act)
+        want = reference.awq_linear(x, *packed, None, 64, input_act=act)
+        assert_close(y, want, relative=2 * unit_roundoff(BF16), absolute=tolerance(BF16, 128).accumulation * 128)
+
+
+# --------------------------------------------------------------------------------------------- streams, graphs, compile
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_graph_replay_and_weights_written_just_before(kernel):
+    """A captured call follows its inputs, also a weight that the kernel in front has just written."""
+    m = 9 if kernel == "awq/decode" else 70
+    sources = [weight(264, 1024, 64, BF16, seed) for seed in (1, 2)]
+    packed = [t.clone() for t in sources[0]]
+    x = floats(m, 1024, dtype=BF16)
+    graph = torch.cuda.CUDAGraph()
+    source = [t.clone() for t in sources[0]]
+    with use(kernel):
+        ops.awq_linear(x, *packed, None, 64)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for to, new in zip(packed, source, strict=True):
+                to.copy_(new)
+            y = ops.awq_linear(x, *packed, None, 64)
+        for seed in (1, 0, 1):
+            for to, new in zip(source, sources[seed], strict=True):
+                to.copy_(new)
+            graph.replay()
+            assert torch.equal(y, ops.awq_linear(x, *sources[seed], None, 64))
+
+
+@pytest.mark.parametrize("m", [3, 40, 2000])
+def test_compile_fullgraph_and_another_stream(m):
+    packed = weight(72, 256, 64, BF16)
+    x = floats(m, 256, dtype=BF16)
+    want = ops.awq_linear(x, *packed, None, 64)
+    compiled = torch.compile(lambda x: ops.awq_linear(x, *packed, None, 64) + 0, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), want)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        y = ops.awq_linear(x, *packed, None, 64)
+    stream.synchronize()
+    assert torch.equal(y, want)
+
+
+def test_workspace_stays_within_its_limit():
+    packed = weight(4096, 12288, 64, BF16)
+    for m, function in ((HOPPER_ROWS, None), (1500, _dequantized.linear), (5000, None)):
+        x = floats(m, 12288, dtype=BF16)
+        call = ops.awq_linear if function is None else function
+        out_bytes = 2 * m * 4096
+        call(x, *packed, None, 64)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = call(x, *packed, None, 64)
+        assert torch.cuda.max_memory_allocated() - before - out_bytes <= _launch.WORKSPACE_BYTES
+        del y

@@ -1,0 +1,141 @@
+"""When the AWQ kernels offer themselves, on simulated devices, and how the dequantized route cuts its work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kitchen_awq import _dequantized, _launch
+from kitchen_awq._extension import EXTENSION
+from kitchen_awq.kernels import DECODE_ROWS, DECODE_ROWS_SMALL, HOPPER_ROWS, MOST_DECODE_ROWS, provider
+from kitchen_core.devices import CPU, simulated_facts
+from kitchen_core.registry import Problem
+
+PACKAGE = Path(__file__).resolve().parents[1]
+RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
+DECODE, HOPPER, DEQUANTIZED = "awq/decode", "awq/sm90", "awq/dequantized"
+
+
+@pytest.fixture
+def built(monkeypatch):
+    def use(*archs):
+        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
+        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
+
+    return use
+
+
+def answers(facts, *, options=("scales=bfloat16",), **changes) -> dict[str, str | None]:
+    asked = {"M": 1, "N": 4096, "K": 4096, "group": 64, "out_dtype": torch.bfloat16, "dtype": torch.bfloat16} | changes
+    problem = Problem("awq_linear", torch.device("cuda"), options=options, **asked)
+    return {k.id: k.supports(problem, facts) for k in provider.kernels if k.op == "awq_linear"}
+
+
+def chosen(facts, **changes) -> str:
+    found = answers(facts, **changes)
+    return next(k.id for k in sorted(provider.kernels, key=lambda k: -k.priority) if found.get(k.id, "") is None)
+
+
+def test_hopper_hands_over_from_route_to_route(built):
+    built(*RELEASE)
+    facts = simulated_facts("sm_90")
+    assert chosen(facts, M=DECODE_ROWS_SMALL) == DECODE
+    assert chosen(facts, M=DECODE_ROWS_SMALL + 1) == HOPPER
+    assert chosen(facts, M=DECODE_ROWS, N=24576) == DECODE
+    assert chosen(facts, M=DECODE_ROWS + 1, N=24576) == HOPPER
+    assert chosen(facts, M=HOPPER_ROWS) == HOPPER
+    assert chosen(facts, M=HOPPER_ROWS + 1) == DEQUANTIZED
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "sm_121"])
+def test_other_chips_with_bf16_tensor_cores(built, arch):
+    built(*RELEASE)
+    facts = simulated_facts(arch)
+    assert chosen(facts, M=MOST_DECODE_ROWS) == DECODE
+    assert chosen(facts, M=MOST_DECODE_ROWS + 1) == DEQUANTIZED
+    assert "needs sm_90" in answers(facts)[HOPPER]
+
+
+def test_turing_volta_and_cpu(built):
+    built(*RELEASE)
+    found = answers(simulated_facts("sm_75"), dtype=torch.float16, options=("scales=float16",))
+    assert found[DEQUANTIZED] is None
+    assert "built for 80, 90a, 100, 120, 120-virtual" in found[DECODE]
+    assert all(
+        "was built for" in reason or "needs sm_90" in reason for reason in answers(simulated_facts("sm_70")).values()
+    )
+    assert "needs a CUDA device" in answers(CPU)[DEQUANTIZED]
+    built()
+    assert "installed without its CUDA extension: no nvcc" in answers(simulated_facts("sm_90"))[DEQUANTIZED]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float32}, "takes bfloat16 and float16 x"),
+        ({"options": ("input_act=swiglu", "scales=bfloat16")}, "multiplies x as it is"),
+        ({"options": ("scales=bfloat16", "weight_dtype=float32")}, "multiplies x as it is"),
+        ({"K": 4080, "group": 8}, "takes K in multiples of 32"),
+        ({"K": 2**19, "group": 64}, "takes K in multiples of 32 up to"),
+        ({"K": 480, "group": 12}, "groups of multiples of 8"),
+    ],
+)
+def test_what_the_fused_kernels_leave(built, changes, reason):
+    built(*RELEASE)
+    found = answers(simulated_facts("sm_90"), **changes)
+    assert reason in found[DECODE]
+    assert reason in found[HOPPER]
+    assert found[DEQUANTIZED] is None
+
+
+def test_what_hopper_leaves_to_the_decode_kernel(built):
+    built(*RELEASE)
+    facts = simulated_facts("sm_90")
+    for changes, reason in (
+        ({"group": 16}, "multiples of 32"),
+        ({"N": 4092}, "and N of 8"),
+        ({"options": ("scales=float16",)}, "of x's type"),
+    ):
+        found = answers(facts, M=MOST_DECODE_ROWS, **changes)
+        assert found[DECODE] is None
+        assert reason in found[HOPPER]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 64), (4096, 24576, 4096), (70000, 300, 131072), (3, 5, 2**26)])
+def test_pieces_stay_within_the_workspace(m, n, k, direct):
+    for size in (2, 4):
+        pieces = _dequantized.choose_pieces(m, n, k, size, direct)
+        assert pieces.columns >= 1
+        assert pieces.workspace_bytes <= max(_dequantized.WORKSPACE_BYTES, 2 * k * size)
+        assert (pieces.rows == 0) == direct
+        if n > pieces.columns >= _dequantized.TILE:
+            assert pieces.columns % _dequantized.TILE == 0
+
+
+def test_what_cublas_finishes_itself():
+    half, other = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.float32)
+    direct = _dequantized.is_direct
+    assert direct(torch.bfloat16, torch.bfloat16, None, None, None)
+    assert direct(torch.bfloat16, torch.bfloat16, half, None, None)
+    assert direct(torch.bfloat16, torch.bfloat16, None, half, None)
+    for bias, residual, scale in ((other, None, None), (half, half, None), (None, half, other), (None, other, None)):
+        assert not direct(torch.bfloat16, torch.bfloat16, bias, residual, scale)
+    assert not direct(torch.bfloat16, torch.float32, None, None, None)
+
+
+def test_rows_whose_copy_fits():
+    for columns in (128, 4096, 12288, 2**19):
+        rows = _launch.rows_at_a_time(columns)
+        assert rows >= 1
+        assert 2 * rows * columns <= _launch.WORKSPACE_BYTES
+    assert _launch.rows_at_a_time(12288) >= HOPPER_ROWS
+
+
+def test_every_kernel_file_is_in_the_sanitizer_program():
+    patterns = re.findall(r"^// sources: (.*)$", (PACKAGE / "tests/sanitize_awq.cu").read_text(), re.MULTILINE)
+    named = {file for line in patterns for pattern in line.split() for file in PACKAGE.parents[1].glob(pattern)}
+    assert named == set(PACKAGE.glob("csrc/**/*.cu"))
