@@ -1,10 +1,12 @@
 """The torch path against the reference: bit-equality, the FP16-activation mode, chunking and the workspace bound."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitchen_core import ops, registry, simulate, use
 from kitchen_core.arithmetic import INPUT_ACTS, hadamard_rotate, input_width
@@ -22,7 +24,7 @@ from kitchen_core.testing import (
     tolerance,
 )
 from kitchen_fallback_volta import torch_path
-from kitchen_fallback_volta.torch_path import WORKSPACE_BYTES, choose_plan
+from kitchen_fallback_volta.torch_path import WORKSPACE_BYTES, Operand, choose_plan
 
 OURS = "fallback-volta/torch"
 MIB = 1 << 20
@@ -30,6 +32,12 @@ MIB = 1 << 20
 
 def weight_of(n, k, low=-127):
     return torch.randint(low, 128, (n, k), dtype=torch.int8), torch.rand(n, 1) * 1e-2
+
+
+def operand_of(codes):
+    a = Operand.empty(*codes.shape, True, codes.device)
+    a.fill(slice(None), codes)
+    return a
 
 
 def small_chunks(monkeypatch, workspace=96 << 10):
@@ -101,7 +109,7 @@ def extreme_operands(k, code):
 def test_extreme_codes_at_large_k(k, code):
     codes, weight, exact = extreme_operands(k, code)
     assert exact.abs().max() == code * code * k
-    assert torch.equal(torch_path._accumulate(codes, weight, torch_path.EXACT_COLUMNS).long(), exact)
+    assert_equal(torch_path._accumulate(operand_of(codes), weight, 4096), exact.float())
     arguments = (codes, torch.ones(3, 1), weight, torch.ones(5), None, torch.float32)
     assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
     assert_equal(torch_path.int8_scaled_mm(*arguments), exact.float())
@@ -109,9 +117,31 @@ def test_extreme_codes_at_large_k(k, code):
 
 @pytest.mark.parametrize("code", [127, -127, -128])
 def test_longer_slices_would_not_be_exact(code):
-    """The check above can fail: the same operands, summed in fp32 over slices of twice the columns."""
+    """The check above can fail: the same operands, not cut in two and summed in fp32 over twice the columns."""
     codes, weight, exact = extreme_operands(12_288, code)
-    assert not torch.equal(torch_path._accumulate(codes, weight, 2 * torch_path.EXACT_COLUMNS).long(), exact)
+    whole = Operand(codes.half(), None, 2 * torch_path.EXACT_COLUMNS)
+    assert not torch.equal(torch_path._accumulate(whole, weight, 4096).long(), exact)
+
+
+def test_every_code_is_cut_into_small_parts():
+    codes = torch.arange(-128, 128, dtype=torch.int8).repeat(2, 5)
+    a = operand_of(codes)
+    assert a.high.abs().max() == 8
+    assert a.rows.abs().max() == 8
+    assert torch.equal((16 * a.high.int() + a.rows.int()), codes.int())
+
+
+@pytest.mark.parametrize("k", [16_384, 16_385, 33_000])
+def test_the_largest_sums_of_both_parts(k):
+    """Codes whose low part, or high part, is 8 in every column, at the length at which fp32 is full, and beyond."""
+    codes = torch.tensor([[120], [8], [-120], [-128]], dtype=torch.int8).repeat(1, k)
+    codes[:, 1] = 1
+    weight = torch.full((3, k), -128, dtype=torch.int8)
+    weight[1, ::7] = 5
+    exact = codes.long() @ weight.long().T
+    got = torch_path._accumulate(operand_of(codes), weight, 4096)
+    expected = exact.float() if got.dtype == torch.float32 else exact.double()
+    assert torch.equal(got, expected)
 
 
 def test_exact_beyond_int32():
@@ -122,7 +152,7 @@ def test_exact_beyond_int32():
 
 
 def test_slices_are_as_long_as_exactness_allows():
-    assert torch_path.EXACT_COLUMNS * 128 * 128 == 2**24
+    assert torch_path.EXACT_COLUMNS * 128 * 128 == torch_path.SPLIT_COLUMNS * 8 * 128 == 2**24
     limit = torch.tensor(2.0**24)
     assert limit - 1 + 1 == limit
     assert limit + 1 == limit
@@ -292,26 +322,69 @@ def test_workspace_of_scaled_mm_is_bounded():
     assert top - y.numel() * y.itemsize <= WORKSPACE_BYTES
 
 
-@pytest.mark.parametrize("operand_bytes", [2, 6])
-@pytest.mark.parametrize("element_bytes", [20, 28, 40])
-def test_plans_fit_and_cover(element_bytes, operand_bytes):
-    sizes = (1, 7, 128, 300, 3072, 4097, 65_536, 1_000_000)
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages made within the block, and the most that were alive at once; ``given`` ones are older."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.now = self.most = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in given if tensor is not None}
+
+    def _gone(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("k", [1024, 3072, 5008, 12_288, 40_000])
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "fp16"])
+def test_a_chunk_holds_on_cuda_what_its_plan_reckons(k, codes, monkeypatch):
+    """Without a GPU: tensors of no device, and a product that has fp32 results as cuBLAS's has. No stale slice stays alive."""
+    monkeypatch.setattr(torch_path, "_product", lambda a, b: torch.empty(len(a), len(b), device="meta"))
+    rows = max(1, torch_path._OPERAND_BYTES // torch_path.bytes_of_row(k, codes))
+    a, n = Operand.empty(rows, k, codes, "meta"), 9000
+    weight = torch.empty(n, k, dtype=torch.int8, device="meta")
+    gemm = torch_path._GEMM_ELEMENT if k <= a.exact_columns else torch_path._PIECES_ELEMENT
+    plan = choose_plan(rows, n, k, torch_path.Cost(gemm, torch_path._GEMM_ELEMENT, 0, 2))
+    with LiveBytes(a.rows, a.high, weight) as live:
+        torch_path._accumulate(a.part(slice(plan.rows)), weight[: plan.columns], plan.depth)
+    reckoned = gemm * plan.rows * plan.columns + 2 * plan.columns * plan.depth
+    assert 0 < live.most <= reckoned
+    assert reckoned <= torch_path._CHUNK_BYTES
+
+
+@pytest.mark.parametrize("held", [(0, 2), (4, 6)], ids=["cuda", "cpu"])
+@pytest.mark.parametrize(("gemm", "epilogue"), [(12, 12), (20, 12), (12, 28), (20, 40)])
+def test_plans_fit_and_cover(gemm, epilogue, held):
+    sizes, cost = (1, 7, 128, 300, 3072, 4097, 65_536, 1_000_000), torch_path.Cost(gemm, epilogue, *held)
     for m, n, k in itertools.product(sizes, sizes, (1, 64, 3072, 1_000_000)):
-        for depth in (torch_path.EXACT_COLUMNS, torch_path.FP16_COLUMNS):
-            plan = choose_plan(m, n, k, depth, element_bytes, operand_bytes)
-            outputs = plan.rows * plan.columns
-            gemm = 12 * outputs + (plan.rows + plan.columns) * plan.depth * operand_bytes
-            assert max(gemm, element_bytes * outputs) <= torch_path._CHUNK_BYTES
-            assert 1 <= plan.rows <= m
-            assert 1 <= plan.columns <= n
-            assert plan.depth == min(depth, k)
+        plan = choose_plan(m, n, k, cost)
+        outputs = plan.rows * plan.columns
+        in_gemm = gemm * outputs + (plan.rows * held[0] + plan.columns * held[1]) * plan.depth
+        assert max(in_gemm, epilogue * outputs) <= torch_path._CHUNK_BYTES
+        assert 1 <= plan.rows <= m
+        assert 1 <= plan.columns <= n
+        assert plan.depth == (k if k <= torch_path.SLICE_COLUMNS else torch_path.DEEP_SLICE_COLUMNS)
 
 
 def test_chunks_are_whole_tiles_of_nearly_equal_size():
-    plan = choose_plan(4096, 12_288, 3072, 1024, 20)
-    assert plan.rows % 128 == 0
+    on_cuda = torch_path.Cost(12, 12, 0, 2)
+    plan = choose_plan(2048, 12_288, 3072, on_cuda)
+    assert plan.rows == 2048
     assert plan.columns % 128 == 0
-    assert choose_plan(300, 500, 3072, 1024, 20) == (300, 500, 1024)
+    assert plan.columns >= 1024
+    assert choose_plan(300, 500, 3072, on_cuda) == (300, 500, 3072)
+    assert choose_plan(512, 3072, 12_288, on_cuda) == (512, 3072, 2048), "shorter slices, a wider chunk"
 
 
 # --------------------------------------------------------------------------------------------- on a real GPU
@@ -338,8 +411,9 @@ def test_gpu_int8_linear_fp16_bit_equal(m, n, k):
 def test_gpu_extreme_codes(code):
     codes, weight, exact = extreme_operands(12_288, code)
     for copies in (1, 100):  # the shapes that cuBLAS serves by different kernels
-        acc = torch_path._accumulate(codes.repeat(copies, 1).cuda(), weight.repeat(copies, 1).cuda(), 1024)
-        assert torch.equal(acc.cpu().long(), exact.repeat(copies, copies))
+        a = operand_of(codes.repeat(copies, 1).cuda())
+        acc = torch_path._accumulate(a, weight.repeat(copies, 1).cuda(), 4096)
+        assert_equal(acc.cpu(), exact.float().repeat(copies, copies))
 
 
 @pytest.mark.gpu
@@ -358,7 +432,7 @@ def test_gpu_fp16_accumulation_switch():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fp16_activations", [False, True])
 def test_gpu_workspace_graph_and_stream(fp16_activations):
-    m, n, k = 8192, 12_288, 3072
+    m, n, k = 8192, 6144, 3072
     weight, scale = (t.cuda() for t in weight_of(n, k))
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
 
@@ -372,18 +446,18 @@ def test_gpu_workspace_graph_and_stream(fp16_activations):
     y = call()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before - y.numel() * y.itemsize <= WORKSPACE_BYTES
-    assert_equal(y, expected)
+    assert torch.equal(y, expected)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         side.wait_stream(torch.cuda.default_stream())
-        assert_equal(call(), expected)
+        assert torch.equal(call(), expected)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()
     graph.replay()
     torch.cuda.synchronize()
-    assert_equal(captured, expected)
+    assert torch.equal(captured, expected)
 
 
 @pytest.mark.gpu

@@ -131,6 +131,7 @@ _selected: dict[tuple, Kernel] = {}  # by Problem, and by the signature of a cal
 _warned: set[tuple[str, str, str]] = set()
 _providers_loaded = False
 _forced: ContextVar[tuple[str, ...]] = ContextVar("kitchen_forced_kernels", default=())
+_anew: ContextVar[bool] = ContextVar("kitchen_choose_anew", default=False)
 _traced: ContextVar[list[tuple[str, str]] | None] = ContextVar("kitchen_trace", default=None)
 
 
@@ -186,8 +187,8 @@ def remember(key: tuple, kernel: Kernel) -> None:
 
 
 def overridden() -> bool:
-    """Whether kernels are forced or devices simulated in this context, so that a choice must not be remembered."""
-    return bool(_forced.get()) or simulating()
+    """Whether this context forces kernels, simulates devices or has a provider's own rules: choices are not remembered."""
+    return bool(_forced.get()) or simulating() or _anew.get()
 
 
 def select(problem: Problem) -> Kernel:
@@ -294,6 +295,16 @@ def use(*kernel_ids: str) -> Iterator[None]:
         if kernel_id not in known:
             raise UnsupportedError(f"unknown kernel {kernel_id!r}; known: {', '.join(sorted(known))}")
     with override(_forced, kernel_ids):
+        yield
+
+
+@contextlib.contextmanager
+def choose_anew(variable: ContextVar, value: object) -> Iterator[None]:
+    """For providers: within the block and this thread, a variable that their ``supports`` reads has this value.
+
+    Kernels are chosen anew at every call there, and no choice is remembered beyond the block.
+    """
+    with override(variable, value), override(_anew, True):
         yield
 
 

@@ -1,13 +1,15 @@
 """INT8 linears as FP16 GEMMs of integer codes, in plain PyTorch: no extension, bounded workspace.
 
     acc[m, n] = sum_k a[m, k] * b[n, k]      a: codes of x (or fp16 rows), b: codes of the weight, both held in fp16
-    y = epilogue(acc)                        scales, bias, residual: kitchen_core.arithmetic, in fp32
+    y = epilogue(acc)                        scales, bias, residual: the arithmetic of kitchen_core.arithmetic, in fp32
 
 Why the code GEMM is exact. An integer of at most 2048 is exact in fp16, so codes are; a product of two codes is an
 integer of at most 2^14; any partial sum over 1024 columns is an integer of at most 1024 * 128 * 128 = 2^24, and fp32
-holds every such integer. So within a slice of 1024 columns no order of additions can round. Slices are added in fp64,
-which is exact to 2^53: at any K below 2^39. The one rounding to fp32 comes at the end, as from INT32. (fp64 instead of
-int32 because torch adds an fp32 tensor into an fp64 one in a single pass, and not into an int32 one.)
+holds every such integer: no order of additions can round. Above 1024 columns codes of x are cut in two, code =
+16 * high + low with both parts at most 8 in size, and each part has a GEMM of its own: its products are at most 2^10
+and its sums exact over 16384 columns. low + 16 * high is rounded once to fp32, as an INT32 accumulator is when it is
+converted. Pieces of 16384 columns are added in fp64, exact up to 2^53. (The second GEMM costs less than adding up slices of
+1024 columns, which would take several fp64 passes over the output.)
 
 The output is cut into chunks [m, n] so that everything alive beside inputs and output stays within WORKSPACE_BYTES.
 """
@@ -16,34 +18,35 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from math import isqrt, prod
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from kitchen_core.arithmetic import (
-    add_residual,
-    apply_input_act,
-    fp16_rows,
-    hadamard_rotate,
-    input_width,
-    scale_and_bias,
-)
+from kitchen_core.arithmetic import apply_input_act, fp16_rows, hadamard_rotate, input_width
 
 WORKSPACE_BYTES = 64 << 20
 EXACT_COLUMNS = 1024  # 1024 * 128 * 128 = 2^24, the last integer up to which fp32 has no gaps
-FP16_COLUMNS = 4096  # slices of the fp16-activation mode, which has nothing to keep exact
+SPLIT_COLUMNS = 16_384  # the same for products of a part of a code, at most 8, and a code: 16384 * 8 * 128 = 2^24
+FP16_COLUMNS = 4096  # sums of the fp16-activation mode, which has nothing to keep exact, are fp32 over so many columns
+SLICE_COLUMNS = 4096  # of the weight that are held in fp16 at a time, where it has no more,
+DEEP_SLICE_COLUMNS = (
+    2048  # and where it has: a block has few rows then, and shorter slices leave room for a wider chunk
+)
 
 # Shares of the workspace, in bytes. Rows of x that wait as operands; the temporaries of making them, which are gone before
 # the first GEMM; what is left serves a chunk.
-_OPERAND_BYTES = 12 << 20
-_PREPARE_BYTES = 48 << 20
+_OPERAND_BYTES = 28 << 20
+_PREPARE_BYTES = 36 << 20
 _CHUNK_BYTES = WORKSPACE_BYTES - _OPERAND_BYTES
-_PREPARE_ELEMENT = 24  # per element of x while it is activated, rotated and quantized eagerly (at most 20 on the CPU)
-_GEMM_ELEMENT = 12  # per output: the fp64 sum and one fp32 partial
-_SCALE_ELEMENT = 20  # per output in an epilogue of scales alone,
-_BIAS_ELEMENT = 28  # with a bias, whose FMA goes through fp64,
-_RESIDUAL_ELEMENT = 40  # and with a residual, which is as large as the output
+_PREPARE_ELEMENT = (
+    26  # per element of x while it is activated, rotated, quantized and cut eagerly (at most 20 on the CPU)
+)
+_GEMM_ELEMENT = 12  # per output: two fp32 sums and one fp32 partial,
+_PIECES_ELEMENT = 20  # and an fp64 sum, where there are several pieces
+# Per output in an epilogue of scales alone, with a bias, whose FMA goes through fp64, and with a residual, which is as large
+# as the output: off CUDA, where operands of mixed dtypes are converted first.
+_SCALE_ELEMENT, _BIAS_ELEMENT, _RESIDUAL_ELEMENT = 20, 28, 40
 _TILE = 128  # chunk sides are multiples of this, where there is room: whole GEMM tiles
 
 
@@ -55,20 +58,30 @@ class Plan(NamedTuple):
     depth: int
 
 
-def choose_plan(m: int, n: int, k: int, depth: int, element_bytes: int, operand_bytes: int = 2) -> Plan:
-    """The largest chunks, as square as M and N let them be, whose temporaries fit the chunk's share of the workspace.
+class Cost(NamedTuple):
+    """Bytes alive in a chunk: per output in the GEMM and in the epilogue; per element of the slices of either operand."""
 
-    A chunk holds ``element_bytes`` per output in its epilogue, 12 in its GEMM; beside the latter lie the slices of both
-    operands with ``operand_bytes`` per element.
+    gemm: int
+    epilogue: int
+    a: int
+    b: int
+
+    def columns(self, rows: int, depth: int) -> int:
+        """How many columns of output fit the chunk's share of the workspace beside ``rows`` rows; 0 if none does."""
+        left = _CHUNK_BYTES - rows * depth * self.a
+        return max(0, min(left // (rows * self.gemm + depth * self.b), _CHUNK_BYTES // (rows * self.epilogue)))
+
+
+def choose_plan(m: int, n: int, k: int, cost: Cost) -> Plan:
+    """Large chunks that fit the workspace: all rows of the block, unless the chunk would be tall and narrow.
+
+    A slice of the weight is converted for every chunk, so the fewer chunks lie above each other the better.
     """
-    depth = max(1, min(depth, k))
-    elements = _CHUNK_BYTES // element_bytes
-    most = (_CHUNK_BYTES - _GEMM_ELEMENT * elements) // (2 * depth * operand_bytes)  # rows of either operand's slice
-    side = min(isqrt(elements), most)
-    rows = min(m, side)
-    columns = min(n, elements // max(1, rows), most)
-    rows = min(m, elements // max(1, columns), most)
-    return Plan(_even(m, rows), _even(n, columns), depth)
+    depth = max(1, k if k <= SLICE_COLUMNS else DEEP_SLICE_COLUMNS)
+    rows = max(1, m)
+    while rows > 1 and cost.columns(rows, depth) < min(n, -(-rows // 4)):
+        rows = -(-rows // 2)
+    return Plan(_even(m, rows), _even(n, max(1, cost.columns(rows, depth))), depth)
 
 
 def _even(total: int, most: int) -> int:
@@ -107,22 +120,80 @@ def _mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [m, k] @ b.T [k, n] in fp32, both operands held in fp16 first."""
-    a, b = a.to(torch.float16), b.to(torch.float16)
+    """fp16 a [m, k] @ b.T [k, n] in fp32."""
     if a.is_cuda:
         return _mm_fp32(a, b)
     with torch.autocast(a.device.type, enabled=False):  # elsewhere torch.mm has no fp32 output: widen, which is exact
         return a.float() @ b.float().t()
 
 
-def _accumulate(a: torch.Tensor, b: torch.Tensor, depth: int) -> torch.Tensor:
-    """a [m, K] @ b.T [K, n] by slices of ``depth`` columns: fp32 for one slice, fp64 for the sum of several."""
-    acc = _product(a[:, :depth], b[:, :depth])
-    if a.shape[1] > depth:
-        acc = acc.double()
-        for k in range(depth, a.shape[1], depth):
-            acc.add_(_product(a[:, k : k + depth], b[:, k : k + depth]))
-    return acc
+class Operand(NamedTuple):
+    """Rows of x as they are multiplied: fp16 [M, K], and where codes are cut in two, their high parts."""
+
+    rows: torch.Tensor
+    high: torch.Tensor | None
+    exact_columns: int  # over so many columns sums may stay in fp32
+
+    def part(self, rows: slice) -> Operand:
+        return self._replace(rows=self.rows[rows], high=_cut(self.high, rows))
+
+    @classmethod
+    def empty(cls, m: int, k: int, codes: bool, device: torch.device) -> Operand:
+        """For codes or for fp16 activations; what it will hold is written by ``fill``."""
+        rows = torch.empty(m, k, dtype=torch.float16, device=device)
+        if codes and k > EXACT_COLUMNS:
+            return cls(rows, torch.empty_like(rows), SPLIT_COLUMNS)
+        return cls(rows, None, EXACT_COLUMNS if codes else FP16_COLUMNS)
+
+    def fill(self, rows: slice, values: torch.Tensor) -> None:
+        """int8 codes (or fp16 rows) for some of the rows; codes are cut in two where there is a place for the high parts."""
+        low = self.rows[rows]
+        low.copy_(values)
+        if self.high is not None:
+            high = self.high[rows]
+            torch.mul(low, 1 / 16, out=high)
+            high.round_()  # ties to even: what is left is -8 .. 8
+            low.sub_(high, alpha=16)
+
+
+def bytes_of_row(k: int, codes: bool) -> int:
+    """Of an Operand."""
+    return k * (4 if codes and k > EXACT_COLUMNS else 2)
+
+
+def _accumulate(a: Operand, b: torch.Tensor, depth: int) -> torch.Tensor:
+    """a [m, K] @ int8 b.T [K, n]: fp32 where its sums fit, else fp64, in either case exact for codes."""
+    k = b.shape[1]
+    total = a.rows.new_zeros(len(a.rows), len(b), dtype=torch.float32) if k == 0 else None
+    for first in range(0, k, a.exact_columns):
+        piece = slice(first, min(first + a.exact_columns, k))
+        low, high = _accumulate_piece(a, b, piece, depth)
+        if k <= a.exact_columns:
+            return low if high is None else low.add_(high, alpha=16)  # 16 * high is exact: one rounding
+        total = low.double() if total is None else total.add_(low)
+        if high is not None:
+            total.add_(high, alpha=16)
+        del low, high  # before those of the next piece are made
+    return total
+
+
+def _added(total: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+    return part if total is None else total.add_(part)
+
+
+def _accumulate_piece(
+    a: Operand, b: torch.Tensor, piece: slice, depth: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sums of both parts over columns that fp32 can hold, ``depth`` columns a GEMM."""
+    low = high = None
+    for k in range(piece.start, piece.stop, depth):
+        columns = slice(k, min(k + depth, piece.stop))
+        narrow = b[:, columns].to(torch.float16)
+        low = _added(low, _product(a.rows[:, columns], narrow))
+        if a.high is not None:
+            high = _added(high, _product(a.high[:, columns], narrow))
+        del narrow  # before the next slice is made
+    return low, high
 
 
 class _Epilogue(NamedTuple):
@@ -136,6 +207,8 @@ class _Epilogue(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
+        if self.x_scale.is_cuda:
+            return _GEMM_ELEMENT
         if self.residual is not None:
             return _RESIDUAL_ELEMENT
         return _SCALE_ELEMENT if self.bias is None else _BIAS_ELEMENT
@@ -153,10 +226,24 @@ class _Epilogue(NamedTuple):
             residual_scale=_cut_vector(self.residual_scale, columns),
         )
 
-    def __call__(self, acc: torch.Tensor) -> torch.Tensor:
-        return add_residual(
-            scale_and_bias(acc, self.x_scale, self.weight_scale, self.bias), self.residual, self.residual_scale
-        )
+    def finish(self, acc: torch.Tensor, out: torch.Tensor) -> None:
+        """out = epilogue(acc) for one chunk: what scale_and_bias and add_residual compute, in place and in few passes.
+
+        ``acc`` is overwritten. An FMA is addcmul with an fp64 operand: computed in fp64, where the product is exact.
+        """
+        y = acc.float().mul_(self.x_scale)
+        if self.bias is None:
+            if self.residual is None:
+                torch.mul(y, self.weight_scale, out=out)
+                return
+            y.mul_(self.weight_scale)
+        else:
+            torch.addcmul(self.bias.double(), y, self.weight_scale.double(), out=y)
+        if self.residual is not None and self.residual_scale is None:
+            y.add_(self.residual)
+        elif self.residual is not None:
+            torch.addcmul(self.residual, y, self.residual_scale.double(), out=y)
+        out.copy_(y)
 
 
 def _cut(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
@@ -172,14 +259,16 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
-def _multiply(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, epilogue: _Epilogue, depth: int) -> None:
+def _multiply(out: torch.Tensor, a: Operand, weight: torch.Tensor, epilogue: _Epilogue) -> None:
     """out [M, N] = epilogue(a [M, K] @ weight.T), chunk by chunk."""
-    held = 2 if a.is_cuda else 6  # fp16, and off CUDA its fp32 copy
-    plan = choose_plan(*out.shape, weight.shape[1], depth, epilogue.element_bytes, held)
+    k = weight.shape[1]
+    gemm = _GEMM_ELEMENT if k <= a.exact_columns else _PIECES_ELEMENT
+    held = (0, 2) if weight.is_cuda else (4, 6)  # the weight in fp16; off CUDA both operands in fp32 too
+    plan = choose_plan(*out.shape, k, Cost(gemm, epilogue.element_bytes, *held))
     for columns in _pieces(out.shape[1], plan.columns):
         b, of_columns = weight[columns], epilogue.columns(columns)
         for rows in _pieces(out.shape[0], plan.rows):
-            out[rows, columns] = of_columns.rows(rows)(_accumulate(a[rows], b, plan.depth))
+            of_columns.rows(rows).finish(_accumulate(a.part(rows), b, plan.depth), out[rows, columns])
 
 
 # ------------------------------------------------------------------------------------------------- the kernels
@@ -195,10 +284,12 @@ def int8_scaled_mm(
     """The op int8_scaled_mm; bit-equal to its reference at any K."""
     n, k = weight.shape
     out = codes.new_empty((*codes.shape[:-1], n), dtype=out_dtype)
-    if out.numel():
-        rows = None if residual is None else residual.reshape(-1, n)
-        epilogue = _Epilogue(x_scale.reshape(-1, 1), _flat(weight_scale), bias, rows, _flat(residual_scale))
-        _multiply(out.view(-1, n), codes.reshape(prod(codes.shape[:-1]), k), weight, epilogue, EXACT_COLUMNS)
+    rows, scales = codes.reshape(prod(codes.shape[:-1]), k), x_scale.reshape(-1, 1)
+
+    def prepare(part):
+        return rows[part], scales[part]
+
+    _blocks(out, prepare, True, 1, weight, weight_scale, bias, residual, residual_scale)
     return out
 
 
@@ -213,9 +304,7 @@ def int8_linear(
         return quantize(rows, convrot_groupsize, input_act, input_act_weight, input_act_eps)
 
     width = input_width(weight.shape[1], input_act)
-    return _linear(
-        x, width, prepare, torch.int8, EXACT_COLUMNS, weight, weight_scale, bias, out_dtype, residual, residual_scale
-    )
+    return _linear(x, width, prepare, True, weight, weight_scale, bias, out_dtype, residual, residual_scale)
 
 
 def int8_linear_fp16(
@@ -235,39 +324,47 @@ def int8_linear_fp16(
         return fp16_rows(hadamard_rotate(rows, convrot_groupsize))
 
     width = input_width(weight.shape[1], input_act)
-    return _linear(
-        x, width, prepare, torch.float16, FP16_COLUMNS, weight, weight_scale, bias, out_dtype, residual, residual_scale
-    )
+    return _linear(x, width, prepare, False, weight, weight_scale, bias, out_dtype, residual, residual_scale)
 
 
 def _linear(
-    x: torch.Tensor, width: int, prepare: Callable, operand: torch.dtype, depth: int, weight, weight_scale, bias,
-    out_dtype, residual, residual_scale,
+    x: torch.Tensor, width: int, prepare: Callable, codes: bool, weight, weight_scale, bias, out_dtype, residual,
+    residual_scale,
 ) -> torch.Tensor:  # fmt: skip
-    """Rows of x become operands, block by block, and each block is multiplied before the next is made."""
     n, k = weight.shape
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
-    if not out.numel():
-        return out
-    x_rows, y_rows = x.reshape(prod(x.shape[:-1]), width), out.view(-1, n)
-    residual_rows = None if residual is None else residual.reshape(-1, n)
-    weight_scale, residual_scale = _flat(weight_scale), _flat(residual_scale)
-    for block in _pieces(len(x_rows), _even(len(x_rows), max(1, _OPERAND_BYTES // max(1, k * operand.itemsize)))):
-        a, x_scale = _prepared(x_rows[block], prepare, operand, k)
-        epilogue = _Epilogue(x_scale, weight_scale, bias, _cut(residual_rows, block), residual_scale)
-        _multiply(y_rows[block], a, weight, epilogue, depth)
-        del a
+    rows = x.reshape(prod(x.shape[:-1]), width)
+    _blocks(
+        out, lambda part: prepare(rows[part]), codes, max(k, width) * _PREPARE_ELEMENT, weight, weight_scale,
+        bias, residual, residual_scale,
+    )  # fmt: skip
     return out
 
 
-def _prepared(x: torch.Tensor, prepare: Callable, operand: torch.dtype, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Operand rows [M, K] and their scales [M, 1], made piece by piece, so that fp32 temporaries stay bounded."""
-    width = max(k, x.shape[1])
-    size = max(1, _PREPARE_BYTES // max(1, width * _PREPARE_ELEMENT))
-    if len(x) <= size:
-        return prepare(x)
-    a = x.new_empty((len(x), k), dtype=operand)
-    x_scale = x.new_empty((len(x), 1), dtype=torch.float32)
-    for piece in _pieces(len(x), size):
-        a[piece], x_scale[piece] = prepare(x[piece])
-    return a, x_scale
+def _blocks(
+    out: torch.Tensor, prepare: Callable, codes: bool, prepare_bytes: int, weight, weight_scale, bias, residual,
+    residual_scale,
+) -> None:  # fmt: skip
+    """out [..., N]: rows of x become operands, block by block, and each block is multiplied before the next is made.
+
+    ``prepare(rows)`` gives codes (or fp16 rows) and scales of some rows; it holds ``prepare_bytes`` per row meanwhile.
+    """
+    if not out.numel():
+        return
+    n, k = weight.shape
+    out = out.view(-1, n)
+    m = len(out)
+    residual = None if residual is None else residual.reshape(m, n)
+    weight_scale, residual_scale = _flat(weight_scale), _flat(residual_scale)
+    at_once = _even(m, max(1, _OPERAND_BYTES // max(1, bytes_of_row(k, codes))))
+    piece = max(1, _PREPARE_BYTES // max(1, prepare_bytes))
+    for block in _pieces(m, at_once):
+        size = block.stop - block.start
+        a = Operand.empty(size, k, codes, out.device)
+        x_scale = torch.empty(size, 1, dtype=torch.float32, device=out.device)
+        for part in _pieces(size, piece):
+            values, x_scale[part] = prepare(slice(block.start + part.start, block.start + part.stop))
+            a.fill(part, values)
+            del values
+        _multiply(out[block], a, weight, _Epilogue(x_scale, weight_scale, bias, _cut(residual, block), residual_scale))
+        del a

@@ -1,0 +1,57 @@
+"""Launches the rowwise quantizer kernel on tensors. Arguments have been checked by the op; here only what the kernel needs."""
+
+from __future__ import annotations
+
+import torch
+
+from kitchen_core.arithmetic import input_width
+
+from ._extension import EXTENSION
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}
+MAX_GROUP = 4096  # larger rotation groups stay with the eager path
+MAX_COLUMNS = 2**30 - 1
+MAX_ROWS = 2**31 - 1
+
+
+def quantize_rowwise(
+    x: torch.Tensor,
+    convrot_groupsize: int = 0,
+    input_act: str = "none",
+    input_act_weight: torch.Tensor | None = None,
+    input_act_eps: float = 0.0,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., K] (or [..., 2K]) on a CUDA device -> int8 codes [..., K] and fp32 scales [..., 1].
+
+    Any row stride is read in place; a last dim that is not contiguous is copied first.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    features = rows.shape[1] // input_width(1, input_act)
+    codes = torch.empty((*x.shape[:-1], features), dtype=torch.int8, device=x.device)
+    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    weight = weight_dtype = 0
+    if input_act == "rms_norm":
+        input_act_weight = input_act_weight.contiguous()
+        weight, weight_dtype = input_act_weight.data_ptr(), DTYPE_CODES[input_act_weight.dtype]
+    EXTENSION.module.quantize_int8_rowwise(
+        rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], codes.data_ptr(), scales.data_ptr(), rows.shape[0], features,
+        convrot_groupsize, ACT_CODES[input_act], weight, weight_dtype, input_act_eps, seed, x.device.index,
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )  # fmt: skip
+    return codes, scales
+
+
+def quantize_int8_rowwise(x: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op of this name."""
+    return quantize_rowwise(x, seed=seed)
+
+
+def quantize_int8_convrot_weight(
+    weight: torch.Tensor, convrot_groupsize: int = 256, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op of this name."""
+    return quantize_rowwise(weight, convrot_groupsize, seed=seed)
