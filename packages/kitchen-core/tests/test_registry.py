@@ -78,6 +78,23 @@ def test_forced_kernel_leaves_ops_that_it_does_not_serve_alone(added):
         assert registry.select(problem("dequantize_int8")).id == "core/eager"
 
 
+@pytest.mark.parametrize("op", ["int8_linear", "int8_swiglu_mlp", "int8_gate_up_mlp"])
+@pytest.mark.parametrize("inner", ["int8_scaled_mm", "quantize_and_rotate_rowwise"])
+def test_forcing_an_inner_kernel_is_not_passed_by(added, monkeypatch, op, inner):
+    added(op=op, name="whole", priority=500)
+    added(op=inner, name="part", priority=1)
+    gpu = torch.device("cuda")
+    with simulate("sm_90"):
+        assert registry.select(problem(op, device=gpu)).id == "test/whole"
+        with use("test/part"):
+            assert registry.select(problem(op, device=gpu)).id == "core/composed"
+            assert registry.select(problem(op)).id == "test/whole"  # a CPU has no composition
+        with use("test/whole"):
+            assert registry.select(problem(op, device=gpu)).id == "test/whole"
+        monkeypatch.setenv("KITCHEN_USE", f"{inner}=test/part")
+        assert registry.select(problem(op, device=gpu)).id == "core/composed"
+
+
 def test_forcing_by_environment(added, monkeypatch):
     added(name="fast")
     registry.register()  # forget choices
@@ -180,6 +197,23 @@ def test_a_context_that_outlives_the_block_does_not_poison_later_calls(added):
         ops.int8_linear(x, weight, torch.ones(4))
     assert ops.int8_linear(x, weight, torch.ones(4)).shape == (13, 4)
     assert calls == [("int8_linear", "core/eager")]
+
+
+def test_a_provider_with_rules_for_a_block(added):
+    """Choices in the block follow the provider's variable, and none of them is remembered, nor an earlier one used."""
+    allowed = contextvars.ContextVar("allowed", default=True)
+    mine = added(name="mine", supports=lambda p, f: None if allowed.get() else "not in this block")
+    assert registry.select(problem()) is mine
+    with registry.choose_anew(allowed, False):
+        assert registry.select(problem()).id == registry.EAGER
+        with registry.choose_anew(allowed, True):
+            assert registry.select(problem()) is mine
+        x, weight = torch.zeros(13, 8), torch.zeros(4, 8, dtype=torch.int8)
+        assert ops.int8_linear(x, weight, torch.ones(4)).shape == (13, 4)
+    assert registry.select(problem()) is mine
+    with trace() as calls, contextlib.suppress(RuntimeError):  # the kernel returns no tensor
+        ops.int8_linear(x, weight, torch.ones(4))
+    assert calls == [("int8_linear", mine.id)]
 
 
 def test_a_supports_that_raises_counts_as_its_reason(added):

@@ -36,6 +36,7 @@ _EXPORTS = {
         "dequantize_svdquant_w4a4",
         "dequantize_w4a8_weight",
         "gemv_awq_w4a16",
+        "int8_gate_up_mlp",
         "int8_linear",
         "int8_linear_fp16",
         "int8_scaled_mm",

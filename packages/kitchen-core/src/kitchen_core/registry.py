@@ -68,6 +68,7 @@ class Kernel:
 
     ``supports(problem, facts)`` returns None, or the reason in words why it cannot run; it must not touch the GPU.
     ``function`` takes the op's arguments, already checked. ``slow`` marks a path that a GPU user should hear about.
+    ``calls`` names the ops that it calls in their turn, if it is a composition of them.
     """
 
     op: str
@@ -77,6 +78,7 @@ class Kernel:
     priority: int
     provider: str = "core"
     slow: bool = False
+    calls: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -229,13 +231,28 @@ def _objection(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> str | No
 
 
 def _candidates(op: str) -> tuple[Kernel, ...]:
-    """Records of an op, narrowed to the forced ones if any forced id serves this op."""
+    """Records of an op, narrowed to the forced ones if any forced id serves this op.
+
+    A composition comes first where a forced kernel serves an op that it calls: a kernel for the whole would pass that by.
+    """
     records = kernels_of(op)
     for wanted in (_forced.get(), _forced_by_environment(op)):
         narrowed = tuple(k for k in records if k.id in wanted)
         if narrowed:
             return narrowed
-    return records
+    if not (_forced.get() or os.environ.get("KITCHEN_USE")):
+        return records
+    compositions = tuple(k for k in records if k.calls and _is_forced_within(k))
+    return (*compositions, *(k for k in records if k not in compositions)) if compositions else records
+
+
+def _is_forced_within(composition: Kernel) -> bool:
+    """Whether a forced kernel serves an op that the composition calls, or that such an op's composition calls."""
+    for op in composition.calls:
+        wanted = (*_forced.get(), *_forced_by_environment(op))
+        if any(k.id in wanted or (k.calls and _is_forced_within(k)) for k in kernels_of(op)):
+            return True
+    return False
 
 
 def _forced_by_environment(op: str) -> tuple[str, ...]:
@@ -286,8 +303,9 @@ def explain_problem(problem: Problem) -> Explanation:
 def use(*kernel_ids: str) -> Iterator[None]:
     """Within the block and this thread, ops that a named kernel serves are run by it and by nothing else.
 
-    A forced kernel that cannot run raises UnsupportedError with its reason; it never falls through. Ops that none of
-    the named kernels serves are chosen as usual. An id that no op knows raises at once.
+    A forced kernel that cannot run raises UnsupportedError with its reason; it never falls through. An op that none of
+    them serves is composed, where one of them serves an op that it calls, and chosen as usual elsewhere. An id that no
+    op knows raises at once.
     """
     load_providers()
     known = {k.id for records in _kernels.values() for k in records}

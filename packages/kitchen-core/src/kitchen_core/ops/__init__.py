@@ -1,7 +1,7 @@
 """The ops of kitchen: importing this declares them all in ``torch.ops.kitchen``. A new op is one more name here."""
 
 from .awq import awq_linear, dequantize_awq, gemv_awq_w4a16
-from .int8 import int8_linear, int8_linear_fp16, int8_scaled_mm, int8_swiglu_mlp
+from .int8 import int8_gate_up_mlp, int8_linear, int8_linear_fp16, int8_scaled_mm, int8_swiglu_mlp
 from .quantize import (
     dequantize_int8,
     dequantize_int8_embedding,
@@ -40,6 +40,7 @@ __all__ = [
     "dequantize_svdquant_w4a4",
     "dequantize_w4a8_weight",
     "gemv_awq_w4a16",
+    "int8_gate_up_mlp",
     "int8_linear",
     "int8_linear_fp16",
     "int8_scaled_mm",

@@ -97,12 +97,12 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
     torch.library.register_fake(f"kitchen::{name}", checked_fake, lib=_library)
 
 
-def compose(op: str, function: Callable) -> None:
-    """Register ``function``, which calls other ops of kitchen, as the way to run ``op`` on a GPU without its own kernel.
+def compose(op: str, function: Callable, calls: tuple[str, ...]) -> None:
+    """Register ``function``, which calls the ops ``calls``, as the way to run ``op`` on a GPU without its own kernel.
 
     Each inner op chooses its kernel, so one fast part is used even where the rest is eager.
     """
-    register(Kernel(op, "composed", function, _on_cuda, COMPOSED_PRIORITY))
+    register(Kernel(op, "composed", function, _on_cuda, COMPOSED_PRIORITY, calls=calls))
 
 
 def problem_builders() -> dict[str, Callable[..., Problem]]:

@@ -117,6 +117,37 @@ def _swiglu_problem(
     )  # fmt: skip
 
 
+def _gate_up_problem(
+    x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, gate_bias=None, up_bias=None,
+    down_bias=None, out_dtype=None, convrot_groupsize=0, down_convrot_groupsize=0,
+):  # fmt: skip
+    _check_weight(gate_weight, gate_scale, gate_bias)
+    _check_weight(up_weight, up_scale, up_bias)
+    _check_weight(down_weight, down_scale, down_bias)
+    if gate_weight.shape != up_weight.shape or gate_weight.shape[0] != down_weight.shape[1]:
+        raise UnsupportedError(
+            f"gate_weight is {list(gate_weight.shape)}, up_weight {list(up_weight.shape)}, down_weight "
+            f"{list(down_weight.shape)}; they must be [I, K], [I, K] and [N, I]"
+        )
+    check_x(x, gate_weight.shape[1])
+    check_rotation_group(convrot_groupsize, gate_weight.shape[1])
+    check_rotation_group(down_convrot_groupsize, down_weight.shape[1])
+    check_same_device(
+        x, gate_weight=gate_weight, gate_scale=gate_scale, up_weight=up_weight, up_scale=up_scale,
+        down_weight=down_weight, down_scale=down_scale, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    return Problem(
+        "int8_gate_up_mlp", x.device, x.dtype, out_dtype or x.dtype, rows(x), down_weight.shape[0], x.shape[-1],
+        group=down_convrot_groupsize, rotation=convrot_groupsize,
+        options=words(gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias),
+    )  # fmt: skip
+
+
+def _gate_up_fake(x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, *args, **kwargs):
+    out_dtype = args[3] if len(args) > 3 else kwargs.get("out_dtype")
+    return x.new_empty((*x.shape[:-1], down_weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
 def _swiglu_fake(x, gate_up_weight, gate_up_scale, down_weight, down_scale, *args, **kwargs):
     out_dtype = args[2] if len(args) > 2 else kwargs.get("out_dtype")
     return x.new_empty((*x.shape[:-1], down_weight.shape[0]), dtype=out_dtype or x.dtype)
@@ -150,6 +181,13 @@ define(
     problem=_swiglu_problem, fake=_swiglu_fake, reference=reference.int8_swiglu_mlp,
 )  # fmt: skip
 
+define(
+    "int8_gate_up_mlp(Tensor x, Tensor gate_weight, Tensor gate_scale, Tensor up_weight, Tensor up_scale, "
+    "Tensor down_weight, Tensor down_scale, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
+    "ScalarType? out_dtype=None, int convrot_groupsize=0, int down_convrot_groupsize=0) -> Tensor",
+    problem=_gate_up_problem, fake=_gate_up_fake, reference=reference.int8_gate_up_mlp,
+)  # fmt: skip
+
 
 def _composed_linear(
     x, weight, weight_scale, bias=None, out_dtype=None, convrot_groupsize=0,
@@ -172,8 +210,29 @@ def _composed_swiglu_mlp(
     return linear(hidden, down_weight, down_scale, down_bias, out_dtype or x.dtype, down_convrot_groupsize, "swiglu")
 
 
-compose("int8_linear", _composed_linear)
-compose("int8_swiglu_mlp", _composed_swiglu_mlp)
+def _composed_gate_up_mlp(
+    x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, gate_bias=None, up_bias=None,
+    down_bias=None, out_dtype=None, convrot_groupsize=0, down_convrot_groupsize=0,
+):  # fmt: skip
+    stacked = reference.stacked_gate_up((gate_weight, gate_scale, gate_bias), (up_weight, up_scale, up_bias))
+    if stacked is not None:
+        weight, scale, bias = stacked
+        return torch.ops.kitchen.int8_swiglu_mlp.default(
+            x, weight, scale, down_weight, down_scale, bias, down_bias, out_dtype, convrot_groupsize,
+            down_convrot_groupsize,
+        )  # fmt: skip
+    mm = torch.ops.kitchen.int8_scaled_mm.default
+    codes, x_scale = torch.ops.kitchen.quantize_and_rotate_rowwise.default(x, convrot_groupsize)
+    gate = mm(codes, x_scale, gate_weight, gate_scale, gate_bias, x.dtype)
+    hidden = torch.nn.functional.silu(gate) * mm(codes, x_scale, up_weight, up_scale, up_bias, x.dtype)
+    return torch.ops.kitchen.int8_linear.default(
+        hidden, down_weight, down_scale, down_bias, out_dtype or x.dtype, down_convrot_groupsize
+    )
+
+
+compose("int8_linear", _composed_linear, ("quantize_and_rotate_rowwise", "int8_scaled_mm"))
+compose("int8_swiglu_mlp", _composed_swiglu_mlp, ("int8_linear",))
+compose("int8_gate_up_mlp", _composed_gate_up_mlp, ("int8_swiglu_mlp", "int8_linear", "int8_scaled_mm"))
 
 
 # ------------------------------------------------------------------------------------------- public functions
@@ -301,7 +360,8 @@ def int8_swiglu_mlp(
 
     Shapes: x [..., K]; gate_up_weight [2I, K], gate rows first; gate_up_scale [2I, 1]; down_weight [N, I];
         down_scale [N, 1]; gate_up_bias [2I]; down_bias [N].
-    Dtypes and units: as int8_linear; the 2I-wide intermediate has x's dtype.
+    Dtypes and units: as int8_linear; the 2I-wide intermediate has x's dtype. A kernel may keep it in fp32 and round
+        the I-wide product instead (int8/swiglu_sm90 does): no less accurate, other bits.
     Layout: any strides; each weight's own ConvRot group.
     Returns: ``out_dtype`` (x's where None) [..., N].
     Raises: UnsupportedError for shapes or dtypes that do not fit.
@@ -311,4 +371,38 @@ def int8_swiglu_mlp(
     return torch.ops.kitchen.int8_swiglu_mlp.default(
         x, gate_up_weight, gate_up_scale, down_weight, down_scale, gate_up_bias, down_bias, out_dtype,
         convrot_groupsize, down_convrot_groupsize,
+    )  # fmt: skip
+
+
+def int8_gate_up_mlp(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    gate_scale: torch.Tensor,
+    up_weight: torch.Tensor,
+    up_scale: torch.Tensor,
+    down_weight: torch.Tensor,
+    down_scale: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    convrot_groupsize: int = 0,
+    down_convrot_groupsize: int = 0,
+) -> torch.Tensor:
+    """The SwiGLU MLP from gate and up apart: int8_swiglu_mlp on both together where they lie in one storage.
+
+    Shapes: x [..., K]; gate_weight and up_weight [I, K]; their scales [I, 1] and biases [I]; down_weight [N, I];
+        down_scale [N, 1]; down_bias [N].
+    Dtypes and units: as int8_linear. Where gate and up are not stacked, silu, product and each linear round to x's
+        dtype, bit for bit as three separate modules do.
+    Layout: any strides. Stacked means that up's weight, scale and bias each follow gate's in the same storage
+        (``kitchen_int8.pack_gate_up``); it is looked at on every call, and no copy is made.
+    Returns: ``out_dtype`` (x's where None) [..., N].
+    Raises: UnsupportedError for shapes or dtypes that do not fit.
+    Devices: any. Inference only.
+    Source: docs/formats/int8_tensorwise.md.
+    """
+    return torch.ops.kitchen.int8_gate_up_mlp.default(
+        x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, gate_bias, up_bias, down_bias,
+        out_dtype, convrot_groupsize, down_convrot_groupsize,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def quantize_int8_tensorwise(
     Returns: int8 codes of x's shape, and the float32 scale, max(absmax / 127, 1e-30) where none was given. ``seed`` > 0
         rounds stochastically (the same bits on every device), else ties go to even.
     Raises: UnsupportedError for another dtype or a scale of more than one element.
-    Devices: any.
+    Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
     return torch.ops.kitchen.quantize_int8_tensorwise.default(x, scale, seed)
@@ -220,7 +220,7 @@ def quantize_int8_convrot_weight(
     Layout: any strides; outputs are contiguous.
     Returns: int8 codes [N, K] in the rotated basis and float32 scales [N, 1].
     Raises: UnsupportedError for a weight that is not 2-D or a group that does not divide K.
-    Devices: any.
+    Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
     return torch.ops.kitchen.quantize_int8_convrot_weight.default(weight, convrot_groupsize, seed)
@@ -236,7 +236,7 @@ def dequantize_int8(
     Layout: any strides.
     Returns: ``out_dtype`` (float32 where None), of the shape of codes.
     Raises: UnsupportedError for a scale of another length or dtype.
-    Devices: any.
+    Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
     return torch.ops.kitchen.dequantize_int8.default(codes, scale, out_dtype, convrot_groupsize)
@@ -254,9 +254,10 @@ def dequantize_int8_embedding(
     Shapes: codes [V, K]; scale one element or [V, 1]; indices [...].
     Dtypes and units: codes int8; scale float32; indices int64 or int32.
     Layout: any strides.
-    Returns: ``out_dtype`` [..., K] (float32 where None).
-    Raises: UnsupportedError for another dtype; an index out of range raises IndexError on the CPU.
-    Devices: any.
+    Returns: ``out_dtype`` [..., K] (float32 where None). Negative indices count from the end.
+    Raises: UnsupportedError for another dtype; an index out of range raises IndexError on the CPU, and gives a row of NaN in
+        the CUDA kernel.
+    Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
     return torch.ops.kitchen.dequantize_int8_embedding.default(codes, scale, indices, out_dtype, convrot_groupsize)

@@ -197,7 +197,7 @@ def _composed_linear(
     )  # fmt: skip
 
 
-compose("svdquant_linear", _composed_linear)
+compose("svdquant_linear", _composed_linear, ("quantize_svdquant_w4a4", "scaled_mm_svdquant_w4a4"))
 
 
 # ------------------------------------------------------------------------------------------- public functions

@@ -327,8 +327,8 @@ def _composed_linear(
     )  # fmt: skip
 
 
-compose("w4a8_scaled_mm", _composed_scaled_mm)
-compose("w4a8_linear", _composed_linear)
+compose("w4a8_scaled_mm", _composed_scaled_mm, ("decode_w4a8_weight", "int8_scaled_mm"))
+compose("w4a8_linear", _composed_linear, ("quantize_and_rotate_rowwise", "w4a8_scaled_mm"))
 
 
 # -------------------------------------------------------------------------------------------- public functions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ..arithmetic import (
@@ -17,6 +19,9 @@ from ..arithmetic import (
     round_codes,
     scale_and_bias,
 )
+
+log = logging.getLogger("kitchen")
+_said: set[str] = set()
 
 
 def quantize_int8_tensorwise(x, scale=None, seed=0):
@@ -104,3 +109,63 @@ def int8_swiglu_mlp(
     return int8_linear(
         hidden, down_weight, down_scale, down_bias, out_dtype or x.dtype, down_convrot_groupsize, "swiglu"
     )
+
+
+def stacked_rows(first, second):
+    """[2N, ...] over both where ``second`` follows ``first`` in one storage, without a copy; else why not, in words."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return f"they differ: {first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}"
+    if not (first.is_contiguous() and second.is_contiguous()):
+        return "they are not contiguous"
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
+        return "they lie in two storages"
+    if second.storage_offset() != first.storage_offset() + first.numel():
+        return "they do not follow each other in their storage"
+    return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
+
+
+def stacked_gate_up(gate, up):
+    """(weight, scale, bias) of gate and up together, as ``stacked_rows``; None where they are apart, which is said once.
+
+    ``gate`` and ``up`` are triples of the same; a scale of one element for all rows cannot be stacked.
+    """
+    stacked = []
+    for name, first, second in zip(("weights", "scales", "biases"), gate, up, strict=True):
+        if first is second is None:
+            stacked.append(None)
+            continue
+        missing = first is None or second is None
+        found = "one of them is missing" if missing else stacked_rows(first, second)
+        if name == "scales" and first.numel() != gate[0].shape[0]:
+            found = "each is one number for all rows"
+        if isinstance(found, str):
+            if found not in _said:
+                _said.add(found)
+                log.warning(
+                    "kitchen: gate and up projection run apart, since their %s are not stacked in one storage: %s "
+                    "(said once; kitchen_int8.pack_gate_up(module) stacks them)",
+                    name,
+                    found,
+                )
+            return None
+        stacked.append(found)
+    return stacked
+
+
+def int8_gate_up_mlp(
+    x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, gate_bias=None, up_bias=None,
+    down_bias=None, out_dtype=None, convrot_groupsize=0, down_convrot_groupsize=0,
+):  # fmt: skip
+    """int8_swiglu_mlp where gate and up are stacked; else as three modules compute it, each step in x's dtype."""
+    stacked = stacked_gate_up((gate_weight, gate_scale, gate_bias), (up_weight, up_scale, up_bias))
+    if stacked is not None:
+        weight, scale, bias = stacked
+        return int8_swiglu_mlp(
+            x, weight, scale, down_weight, down_scale, bias, down_bias, out_dtype, convrot_groupsize,
+            down_convrot_groupsize,
+        )  # fmt: skip
+    codes, x_scale = quantize_and_rotate_rowwise(x, convrot_groupsize)
+    gate = int8_scaled_mm(codes, x_scale, gate_weight, gate_scale, gate_bias, x.dtype)
+    up = int8_scaled_mm(codes, x_scale, up_weight, up_scale, up_bias, x.dtype)
+    hidden = torch.nn.functional.silu(gate) * up
+    return int8_linear(hidden, down_weight, down_scale, down_bias, out_dtype or x.dtype, down_convrot_groupsize)

@@ -57,6 +57,20 @@ def quantization_bound(x_scale: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     return 0.5 * x_scale.double().reshape(-1, 1) * weight.double().abs().sum(-1).reshape(1, -1)
 
 
+def swiglu_bound(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The most by which silu(gate) * up, computed in fp32 and rounded once to ``dtype``, may differ from the exact product.
+
+    ``gate`` and ``up`` are the fp32 numbers that are multiplied; the result is float64, of their shape. With v = 2^-24:
+    the exponent -gate * log2(e) is off by two roundings, 2|gate| v after exponentiation, of which 1 - sigmoid reaches
+    the quotient; the exponential, the sum and the reciprocal add 4v, v and 2v on a GPU (fewer where they are IEEE), two
+    products 2v, and one more v covers what is of second order. A sigmoid below 2^-126 may be flushed to 0.
+    """
+    gate, up = gate.double(), up.double()
+    sigmoid = torch.sigmoid(gate)
+    relative = unit_roundoff(dtype) + (2 * gate.abs() * (1 - sigmoid) + 10) * 2.0**-24
+    return relative * (gate * sigmoid * up).abs() + 2.0**-126 * (gate * up).abs() + torch.finfo(dtype).smallest_normal
+
+
 def assert_close(
     actual: torch.Tensor,
     expected: torch.Tensor,

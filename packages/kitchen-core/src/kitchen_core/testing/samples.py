@@ -125,6 +125,20 @@ def _(lead, dtype):
     return _x(lead, dtype), *_int8_weight(2 * 64), *_int8_weight(N, 64), None, None, None, GROUP, GROUP
 
 
+@_sample("int8_gate_up_mlp", "apart, rotated, bias")
+def _(lead, dtype):
+    bias = torch.randn(64).to(dtype)
+    gate, up, down = _int8_weight(64), _int8_weight(64), _int8_weight(N, 64)
+    return _x(lead, dtype), *gate, *up, *down, bias, bias.clone(), None, None, GROUP, GROUP
+
+
+@_sample("int8_gate_up_mlp", "stacked")
+def _(lead, dtype):
+    codes, scale = _int8_weight(2 * 64, group=0)
+    down = _int8_weight(N, 64, 0)
+    return _x(lead, dtype), codes[:64], scale[:64], codes[64:], scale[64:], *down
+
+
 # ----------------------------------------------------------------------------------------------- w4a8, w6a8
 
 
