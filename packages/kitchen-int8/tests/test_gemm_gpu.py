@@ -19,8 +19,9 @@ pytestmark = pytest.mark.gpu
 
 PORTABLE = ("int8/sm80", "int8/sm75")
 KERNELS = (*PORTABLE, "int8/sm90")
-HOPPER_VARIANTS = 7  # tiles of int8_gemm/sm90/int8_gemm.cu
-HOPPER_WITHOUT_RESIDUAL = (1,)
+HOPPER_VARIANTS = 10  # tiles of int8_gemm/sm90/int8_gemm.cu
+HOPPER_SPLITS = (7, 8, 9)  # K over a cluster
+HOPPER_COPIES_RESIDUAL = (1,)  # takes a residual only through the copy engine
 PATHS = {"int8/sm80": _gemm.SM80, "int8/sm75": _gemm.SM75}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 M_VALUES = (1, 2, 7, 16, 17, 33, 64, 97, 300, 1000)
@@ -133,15 +134,72 @@ def test_every_plan(kernel, aligned):
 )
 @pytest.mark.parametrize("variant", range(HOPPER_VARIANTS))
 def test_every_hopper_variant(variant):
-    for M, N, K in ((300, 264, 2080), (129, 1000, 64), (4097, 136, 128)):
+    assert EXTENSION.module.int8_gemm_sm90_variants() == HOPPER_VARIANTS
+    shapes = ((300, 264, 2080), (129, 1000, 64), (4097, 136, 128), (37, 133, 1040), (384, 200, 256), (5, 72, 16))
+    for i, (M, N, K) in enumerate(shapes):
         for residual in (False, True):
-            arguments = problem(M, N, K, bias=torch.bfloat16, residual=residual, scale="columns" if residual else None)
-            if residual and variant in HOPPER_WITHOUT_RESIDUAL:
-                with pytest.raises(RuntimeError, match="residual"):
-                    _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0))
+            arguments = problem(
+                M, N, K, DTYPES[(i + residual) % 3], bias=DTYPES[i % 3], residual=residual,
+                scale="columns" if residual else None, scalar=i % 2 == 0,
+            )  # fmt: skip
+            if residual and N % 8 and variant in HOPPER_COPIES_RESIDUAL:
+                with pytest.raises(RuntimeError, match="residual that the copy engine cannot read"):
+                    _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, 0))
                 continue
-            out = _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0))
-            assert_equal(out, expected(arguments), f"variant {variant} at {M} x {N} x {K}")
+            want = expected(arguments)
+            for splits in range(1 + (min(4, -(-K // 128)) if variant in HOPPER_SPLITS else 1)):
+                out = _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, splits))
+                assert_equal(out, want, f"variant {variant} at {M} x {N} x {K}, {splits} pieces, residual: {residual}")
+            with pytest.raises(RuntimeError, match="pieces of K"):
+                _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, 5))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("variant", [8, 9])
+def test_split_tiles_repeat_their_bits_from_every_row_count(variant):
+    arguments = problem(290, 520, 1040, bias=torch.bfloat16)
+    want = expected(arguments)
+    codes, scale = arguments[0], arguments[1]
+    for M in (1, 15, 16, 17, 63, 64, 65, 100, 112, 113, 120, 127, 128, 129, 144, 191, 192, 255, 256, 257, 290):
+        arguments[0], arguments[1] = codes[:M], scale[:M]
+        for splits in (1, 2, 3, 4):
+            out = _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, splits))
+            assert torch.equal(out, want[:M]), (M, splits)
+    for _ in range(20):
+        assert torch.equal(_gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, 3)), want)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("M", "N", "K"), [(100, 3072, 3072), (256, 3072, 3072), (256, 520, 12288), (700, 1024, 1024)])
+def test_linear_reads_what_the_kernel_before_wrote(M, N, K):
+    """Weights, x and residual, each written right in front of a linear whose GEMM starts before its quantizer has ended."""
+    scale = random_floats(N, 1).abs()
+    sets = [
+        (
+            random_floats(M, K, dtype=torch.bfloat16, seed=s),
+            random_codes(N, K, s),
+            random_floats(M, N, dtype=torch.bfloat16, seed=s + 9),
+        )
+        for s in range(3)
+    ]
+    wants = []
+    for x, weight, residual in sets:
+        with use("core/composed", "int8/sm80"):
+            wants.append(ops.int8_linear(x, weight, scale, None, None, 64, residual=residual))
+    x, weight, residual = (torch.empty_like(t) for t in sets[0])
+    torch.cuda.synchronize()
+    outs = []
+    with use("int8/sm90"), expect_kernel("int8_linear", "int8/sm90"):
+        for i in range(12):
+            for target, source in zip((x, residual, weight), (sets[i % 3][j] for j in (0, 2, 1)), strict=True):
+                target.copy_(source)
+            outs.append(ops.int8_linear(x, weight, scale, None, None, 64, residual=residual))
+    for i, out in enumerate(outs):
+        assert torch.equal(out, wants[i % 3]), i
 
 
 @pytest.mark.skipif(
@@ -152,7 +210,7 @@ def test_linear_on_hopper_uses_its_kernels():
     x = random_floats(300, 512, dtype=torch.bfloat16)
     with trace() as calls:
         y = ops.int8_linear(x, codes, scale, convrot_groupsize=256)
-    assert [kernel for _, kernel in calls] == ["core/composed", "int8/rowwise", "int8/sm90"]
+    assert [kernel for _, kernel in calls] == ["int8/sm90"]
     with use("core/eager"):
         assert_equal(y.cpu(), ops.int8_linear(x.cpu(), codes.cpu(), scale.cpu(), convrot_groupsize=256))
 
@@ -305,7 +363,8 @@ def test_more_than_65535_blocks_and_2_to_31_elements(kernel):
 def test_whole_linear_runs_on_it(kernel):
     x, weight = random_floats(33, 512, dtype=torch.bfloat16), random_codes(96, 512)
     scale, bias = random_floats(96, 1).abs(), random_floats(96)
-    with use(kernel), expect_kernel("int8_scaled_mm", kernel):
+    op = "int8_linear" if kernel == "int8/sm90" else "int8_scaled_mm"  # the former's record is of the whole linear, too
+    with use("core/composed", kernel), expect_kernel(op, kernel):
         out = ops.int8_linear(x, weight, scale, bias, None, 256)
     want = ops.int8_linear(x.cpu(), weight.cpu(), scale.cpu(), bias.cpu(), None, 256)
     assert torch.equal(out.cpu(), want)

@@ -85,3 +85,36 @@ def test_what_a_problem_must_keep_to(built, changes, words):
 def test_any_width_is_taken(built, K):
     built(*RELEASE)
     assert answers(simulated_facts("sm_90"), K=K, N=1, M=1) == {SM80: None, SM75: None}
+
+
+def hopper_answers(arch: str, op: str, **changes) -> dict[str, str | None]:
+    asked = {"M": 64, "N": 3072, "K": 3072, "out_dtype": torch.bfloat16} | changes
+    problem = Problem(op, torch.device("cuda"), torch.bfloat16, **asked)
+    records = [k for k in provider.kernels if k.op == op and k.name in ("decode_sm90", "sm90")]
+    assert [k.priority for k in records] == sorted((k.priority for k in records), reverse=True)
+    return {k.id: k.supports(problem, simulated_facts(arch)) for k in records}
+
+
+@pytest.mark.parametrize("op", ["int8_linear", "int8_scaled_mm"])
+def test_few_rows_on_hopper(built, op):
+    built(*RELEASE)
+    both = {"int8/decode_sm90": None, "int8/sm90": None}
+    assert hopper_answers("sm_90", op) == both
+    found = hopper_answers("sm_90", op, M=65)
+    assert found["int8/sm90"] is None
+    assert "for M of at most 64, the call has 65" in found["int8/decode_sm90"]
+    for changes, words in (
+        ({"K": 3080}, "multiple of 16"),
+        ({"K": 131_072}, "131071"),
+        ({"out_dtype": torch.float64}, "float64"),
+    ):
+        assert all(words in (reason or "") for reason in hopper_answers("sm_90", op, **changes).values())
+    for arch in ("sm_80", "sm_89", "sm_100", "sm_120"):
+        assert all("sm_90 (wgmma)" in (reason or "") for reason in hopper_answers(arch, op).values())
+
+
+def test_the_whole_linear_asks_for_what_its_quantizer_asks(built):
+    built(*RELEASE)
+    assert set(hopper_answers("sm_90", "int8_linear", K=4096, rotation=4096).values()) == {None}
+    found = hopper_answers("sm_90", "int8_linear", K=16384, rotation=16384)
+    assert all("rotates groups of at most 4096" in (reason or "") for reason in found.values())

@@ -28,6 +28,9 @@ constexpr QuantizePlan kChunks = {0, kChunkThreads / 32, 1, 0, false};
 // 32 would fit, but more rows on their way than bandwidth asks for only delay the first: 5 CTAs of 3 warps beat 8 (93% and
 // 89% of copy at 8192 x 3072), and 2 CTAs of 12 beat 1 (94% and 88% at K = 12288). H200, 2026-11-30.
 constexpr int kResidentWarps = 24, kResidentWarpsPair = 16, kResidentWarpsGeneral = 16, kResidentWarpsFp32 = 12;
+// Of one tile, that is CTAs of one warp: more of them take longer to start than they gain (4096 x 384 plain: 3.6 us, and 5.0
+// with 24). H200, 2026-11-30.
+constexpr int kResidentWarpsOneTile = 16;
 constexpr int kReservedSmem = 1024 + sizeof(RowShared);  // of a CTA, besides its dynamic shared memory
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -56,6 +59,13 @@ int shared_bytes(const QuantizeParams& p, const QuantizePlan& plan) {
   return plan.warps * (exchange + stage);
 }
 
+// Launched early, CTAs gather on the SMs that the grid in front leaves free (256 rows: 12 SMs with 8 and 112 with 1 take 2.9 us,
+// 2 on each 1.4). With so much shared memory each, an SM takes no more than its share. H200, 2026-11-30.
+int spread_bytes(int64_t grid, const QuantizeDevice& device) {
+  const int64_t share = (grid + device.sm_count - 1) / device.sm_count;
+  return share == 1 || share > 6 ? 0 : device.smem_per_sm / static_cast<int>(share + 1);
+}
+
 QuantizeDevice query(int device) {
   return {host::attribute(cudaDevAttrMultiProcessorCount, device), host::attribute(cudaDevAttrClusterLaunch, device) != 0,
           host::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
@@ -68,12 +78,16 @@ QuantizePlan choose_plan(const QuantizeParams& p, const QuantizeDevice& device) 
   if (!fits_registers(p)) return kChunks;
   const int tiles = ceil_div(p.K, kTileColumns);
   QuantizePlan plan = {1, tiles, 1, 0, has_special(p)};
-  if (p.M <= device.sm_count && tiles <= kMaxWarpsSmall) {  // latency: spread a row over as many schedulers as it can use
+  const bool few = p.M <= device.sm_count && tiles <= kMaxWarpsSmall, two_each = p.M <= 2 * device.sm_count && tiles <= kMaxWarpsFast;
+  if (few || two_each) {  // latency: spread a row over as many schedulers as it can use
     const bool rms = p.act == quant::InputAct::kRmsNorm;  // its sum is not exchanged between CTAs
     if (device.has_clusters && !rms && tiles >= 16) {
       plan.cluster = p.M * 8 <= device.sm_count ? 8 : p.M * 4 <= device.sm_count ? 4 : 1;
     }
-    plan.warps = ceil_div(tiles, plan.cluster);
+    // A long row alone on an SM: half the warps are as fast (2.8 us, not 2.9, at 64 x 12288) and leave registers for blocks of the
+    // GEMM behind, which otherwise find too few SMs to read their weights from (64 tokens, 12288x3072: 18.1 us, 48 tokens: 15.5).
+    if (plan.cluster == 1 && tiles >= 16 && !quant::is_pair(p.act)) plan.tiles = 2;
+    plan.warps = ceil_div(tiles, plan.cluster * plan.tiles);
     return plan;
   }
   plan.tiles = tiles >= 2 ? 2 : 1;
@@ -83,7 +97,7 @@ QuantizePlan choose_plan(const QuantizeParams& p, const QuantizeDevice& device) 
   if (shared_bytes(p, plan) > device.smem_per_cta) return kChunks;
   const int general = p.dtype == DType::kFloat32 ? kResidentWarpsFp32 : kResidentWarpsGeneral;
   const int by_registers = !plan.special ? general / plan.warps
-                           : !pair       ? kResidentWarps / plan.warps
+                           : !pair       ? (plan.tiles == 1 ? kResidentWarpsOneTile : kResidentWarps) / plan.warps
                                          : std::max(2, kResidentWarpsPair / plan.warps);
   const int by_smem = device.smem_per_sm / (shared_bytes(p, plan) + kReservedSmem);
   plan.ctas_per_sm = std::max(1, std::min(by_registers, by_smem));
@@ -96,7 +110,7 @@ void quantize_int8_rowwise(const QuantizeParams& p, const QuantizePlan* forced, 
   const QuantizeDevice facts = query(device);
   const QuantizePlan plan = forced ? *forced : choose_plan(p, facts);
   if (plan.tiles == 0) {
-    host::launch("quantize_int8_rowwise (chunks)", quantize_row_chunks, {p.M, kChunkThreads, 1, 0, stream}, p);
+    host::launch("quantize_int8_rowwise (chunks)", quantize_row_chunks, {p.M, kChunkThreads, 1, 0, stream, p.programmatic_launch}, p);
     return;
   }
   const bool covers = static_cast<int64_t>(plan.tiles) * plan.warps * plan.cluster * kTileColumns >= p.K;
@@ -109,8 +123,9 @@ void quantize_int8_rowwise(const QuantizeParams& p, const QuantizePlan* forced, 
                                                   : find_row_kernel<__nv_bfloat16>(p, plan);
   const int64_t rows_at_once = int64_t{plan.ctas_per_sm} * facts.sm_count;
   const int64_t grid = plan.ctas_per_sm > 0 && rows_at_once < p.M ? rows_at_once : p.M * plan.cluster;
-  const auto smem = static_cast<size_t>(shared_bytes(p, plan));
-  host::launch("quantize_int8_rowwise", kernel, {grid, plan.warps * 32, plan.cluster, smem, stream}, p);
+  const bool spread = p.programmatic_launch && grid == p.M;  // not where CTAs walk over rows: they fill the chip
+  const auto smem = static_cast<size_t>(std::max(shared_bytes(p, plan), spread ? spread_bytes(grid, facts) : 0));
+  host::launch("quantize_int8_rowwise", kernel, {grid, plan.warps * 32, plan.cluster, smem, stream, p.programmatic_launch}, p);
 }
 
 }  // namespace kitchen::int8

@@ -23,6 +23,7 @@ struct QuantizeParams {
   DType dtype, act_weight_dtype;
   quant::InputAct act;
   uint64_t seed;  // 0 rounds to nearest
+  bool programmatic_launch;  // start while the kernel in front ends (waits for it before it reads)
 };
 
 // What a plan depends on.

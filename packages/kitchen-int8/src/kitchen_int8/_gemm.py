@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import torch
 from kitchen_core.arithmetic import add_residual
 
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
+from ._quantize import DTYPE_CODES, current_stream
+
+log = logging.getLogger("kitchen")
 
 SM75, SM80 = 75, 80  # the portable paths
 MAX_PITCH = 2**31 - 1  # bytes between rows that a kernel can step over
@@ -19,6 +22,8 @@ MAX_PITCH = 2**31 - 1  # bytes between rows that a kernel can step over
 COPY_ROWS = {SM80: 16, SM75: 256}
 
 Plan = tuple[int, int, int, int]  # tile, stages, splits, raster_group: portable::LinearPlan of csrc
+HopperPlan = tuple[int, int, int, int]  # variant, grid, raster_group, splits, 0 for the usual: LinearPlan of csrc
+DecodePlan = tuple[bool, int, int]  # through shared memory or registers, variant, splits: FewRowsPlan of csrc
 
 
 class PlanAnswer(NamedTuple):
@@ -73,19 +78,24 @@ def scaled_mm(
     launch(
         **operands.arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype],
         workspace=0 if workspace is None else workspace.data_ptr(), plan=answer.plan, device=codes.device.index,
-        stream=torch.cuda.current_stream(codes.device).cuda_stream,
+        stream=current_stream(codes.device.index),
     )  # fmt: skip
     return out
 
 
-def hopper_scaled_mm(*arguments, plan: tuple[int, int, int] | None = None) -> torch.Tensor:
-    """int8_scaled_mm by TMA and wgmma. Rows that TMA cannot address go to the portable kernel, whose bits are equal."""
+def hopper_scaled_mm(*arguments, plan: HopperPlan | None = None) -> torch.Tensor:
+    """int8_scaled_mm by TMA and wgmma; with fewer tiles than SMs, K is split over clusters."""
     return _packed_rows_mm("int8_gemm_sm90", *arguments, plan=plan)
 
 
 def decode_scaled_mm(*arguments, plan: tuple[int, int] | None = None) -> torch.Tensor:
     """int8_scaled_mm for few rows of x: weights stream through registers, K is split over a cluster."""
     return _packed_rows_mm("int8_decode", *arguments, plan=plan)
+
+
+def decode_sm90_scaled_mm(*arguments, plan: DecodePlan | None = None) -> torch.Tensor:
+    """int8_scaled_mm for few rows of x on Hopper: weights stream through registers, or by TMA through shared memory."""
+    return _packed_rows_mm("int8_decode_sm90", *arguments, plan=plan)
 
 
 def _packed_rows_mm(
@@ -100,23 +110,40 @@ def _packed_rows_mm(
     residual_scale: torch.Tensor | None = None,
     plan: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """For the kernels that want rows without gaps, aligned to 16 bytes; others go to the portable kernel."""
-    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
-    arguments = operands.arguments
-    packed = all(
-        rows == 1 or pitch == operands.K
-        for rows, pitch in ((operands.M, arguments.pop("a_pitch")), (operands.N, arguments.pop("b_pitch")))
-    )
-    if (residual is not None and residual.dtype != out_dtype) or not (operands.aligned and packed):
-        return scaled_mm(SM80, codes, x_scale, weight, weight_scale, bias, out_dtype, residual, residual_scale)
+    """For the kernels that want rows without gaps, aligned to 16 bytes; others are copied."""
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
+        y = _packed_rows_mm(launch, codes, x_scale, weight, weight_scale, bias, torch.float32, plan=plan)
+        scale = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, scale).to(out_dtype)
     out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
     if out.numel() == 0:
         return out
+    codes, weight = packed_rows(codes.reshape(-1, codes.shape[-1])), packed_rows(weight)
+    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
+    arguments = operands.arguments
+    del arguments["a_pitch"], arguments["b_pitch"]
     getattr(EXTENSION.module, launch)(
         **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype], plan=plan, device=codes.device.index,
-        stream=torch.cuda.current_stream(codes.device).cuda_stream,
+        stream=current_stream(codes.device.index),
     )  # fmt: skip
     return out
+
+
+def packed_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The int8 matrix itself where its rows lie without gaps from an address aligned to 16 bytes on, else a copy that does."""
+    if matrix.is_contiguous() and matrix.data_ptr() % 16 == 0:
+        return matrix
+    _tell_of_copies(*matrix.shape)
+    return matrix.new_empty(matrix.shape).copy_(matrix)
+
+
+@lru_cache(maxsize=1024)
+def _tell_of_copies(rows: int, columns: int) -> None:
+    """Once per shape: every call pays for the copy."""
+    log.warning(
+        "kitchen-int8: an int8 [%d, %d] operand has gaps between its rows or does not start at a multiple of 16 bytes; "
+        "it is copied at every call, said once (make it contiguous to avoid that)", rows, columns,
+    )  # fmt: skip
 
 
 def gather(

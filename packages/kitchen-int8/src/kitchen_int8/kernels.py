@@ -8,12 +8,12 @@ from kitchen_core.arithmetic import MAX_EXACT_INT32_K
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.registry import Kernel, Problem, Provider
 
-from . import _gemm, _quantize
+from . import _dequantize, _gemm, _linear, _quantize, _swiglu, _tensorwise
 from ._extension import EXTENSION
 
-FEW_ROWS_PRIORITY, CUDA_PRIORITY = 110, 100
-FEW_ROWS = 16
-DECODE_PRIORITY = 60  # runs where it is forced, until its tests have run through this path on a GPU
+DECODE_SM90_PRIORITY, FEW_ROWS_PRIORITY, CUDA_PRIORITY = 120, 110, 100
+DECODE_ROWS, FEW_ROWS = 64, 16
+DECODE_PRIORITY = 60  # runs where it is forced: measured on an H200 alone, where int8/decode_sm90 uses it
 SM80_PRIORITY, SM75_PRIORITY = 80, 70  # the portable GEMMs: below kernels of one chip, above other packages' fallbacks
 MAX_ROWS = 2**30  # of x and of the weight
 
@@ -41,6 +41,20 @@ def _quantizer(op: str, function) -> Kernel:
     return Kernel(op, "rowwise", function, _quantizer_supports, CUDA_PRIORITY, "int8")
 
 
+def _tensorwise_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    return EXTENSION.why_not(facts)
+
+
+def _dequantizer_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if problem.M >= 2**31:
+        return f"takes at most {2**31 - 1} rows, the call has {problem.M}"
+    return _quantizer_supports(problem, facts)
+
+
+def _dequantizer(op: str, function) -> Kernel:
+    return Kernel(op, "dequantize", function, _dequantizer_supports, CUDA_PRIORITY, "int8")
+
+
 def _portable_gemm_supports(path: str, problem: Problem, facts: DeviceFacts) -> str | None:
     reason = EXTENSION.why_not_path(facts, path)
     if reason is not None:
@@ -63,6 +77,13 @@ def _hopper_gemm_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     return _gemm_reason(problem)
 
 
+def _swiglu_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = _hopper_linear_supports(problem, facts)
+    if reason is None and problem.M > MAX_ROWS // 2:
+        return f"takes at most {MAX_ROWS // 2} rows of x, the call has {problem.M}"
+    return reason
+
+
 def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     """Where the portable kernel, which splits K over the chip, beats wgmma tiles: measured on an H200, 2026-11-30."""
     if problem.M > FEW_ROWS:
@@ -71,12 +92,25 @@ def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
 
 
 def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    most = 32 if problem.N <= 4096 else FEW_ROWS  # beyond, the GEMMs are faster: docs/kernels/int8_decode.md
-    if most < problem.M:
-        return f"for M of at most {most} at N={problem.N}, the call has {problem.M}"
+    if problem.M > DECODE_ROWS:
+        return f"for M of at most {DECODE_ROWS}, the call has {problem.M}"
     if problem.K % 16:
         return f"reads 16 bytes at a time, so K must be a multiple of 16; the call has {problem.K}"
     return _portable_gemm_supports("sm80", problem, facts)
+
+
+def _decode_sm90_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if problem.M > DECODE_ROWS:
+        return f"for M of at most {DECODE_ROWS}, the call has {problem.M}"
+    return _hopper_gemm_supports(problem, facts)
+
+
+def _decode_linear_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    return _decode_sm90_supports(problem, facts) or _quantizer_supports(problem, facts)
+
+
+def _hopper_linear_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    return _hopper_gemm_supports(problem, facts) or _quantizer_supports(problem, facts)
 
 
 def _gemm_reason(problem: Problem) -> str | None:
@@ -102,6 +136,33 @@ provider = Provider(
         _quantizer("quantize_and_rotate_rowwise", _quantize.quantize_rowwise),
         _quantizer("quantize_int8_convrot_weight", _quantize_convrot_weight),
         Kernel(
+            "quantize_int8_tensorwise",
+            "tensorwise",
+            _tensorwise.quantize_tensorwise,
+            _tensorwise_supports,
+            CUDA_PRIORITY,
+            "int8",
+        ),
+        _dequantizer("dequantize_int8", _dequantize.dequantize),
+        _dequantizer("dequantize_int8_embedding", _dequantize.dequantize_embedding),
+        Kernel(
+            "int8_linear",
+            "decode_sm90",
+            _linear.decode_linear,
+            _decode_linear_supports,
+            DECODE_SM90_PRIORITY,
+            "int8",
+        ),
+        Kernel("int8_linear", "sm90", _linear.hopper_linear, _hopper_linear_supports, CUDA_PRIORITY, "int8"),
+        Kernel(
+            "int8_scaled_mm",
+            "decode_sm90",
+            _gemm.decode_sm90_scaled_mm,
+            _decode_sm90_supports,
+            DECODE_SM90_PRIORITY,
+            "int8",
+        ),
+        Kernel(
             "int8_scaled_mm",
             "few_rows",
             partial(_gemm.scaled_mm, _gemm.SM80),
@@ -113,6 +174,7 @@ provider = Provider(
         _portable_gemm("sm80", _gemm.SM80, SM80_PRIORITY),
         Kernel("int8_scaled_mm", "decode", _gemm.decode_scaled_mm, _decode_supports, DECODE_PRIORITY, "int8"),
         _portable_gemm("sm75", _gemm.SM75, SM75_PRIORITY),
+        Kernel("int8_swiglu_mlp", "swiglu_sm90", _swiglu.swiglu_mlp, _swiglu_supports, CUDA_PRIORITY, "int8"),
     ),
     doctor=EXTENSION.describe,
 )

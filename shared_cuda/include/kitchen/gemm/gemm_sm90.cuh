@@ -18,6 +18,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kitchen/gemm/gemm_sm90_tiles.cuh"
 #include "kitchen/ptx/fence.h"
@@ -28,23 +29,36 @@
 
 namespace kitchen::gemm_sm90 {
 
+constexpr uint16_t kBothBlocks = 3;  // of a pair, as the mask of a multicast
+
+// An epilogue may take, after its staging memory, two barriers of its warp.
+template <class Epilogue>
+constexpr bool kWantsBarriers =
+    std::is_constructible<Epilogue, const typename Epilogue::Params&, uint8_t*, uint64_t*>::value;
+
+// A stage is filled in two halves, because the rows of B may be asked for earlier than those of A. `boxes` of A have rows.
 template <class Config, class Shared>
-__device__ __forceinline__ void load_stage(Shared& shared, int stage, const CUtensorMap& a, const CUtensorMap& b, int k,
-                                           int row, int column, int second, const TileWalk<Config>& walk) {
-  constexpr uint16_t kBothBlocks = 3;
+__device__ __forceinline__ void load_a(Shared& shared, int stage, const CUtensorMap& a, int k, int row, int rank_n,
+                                       int boxes) {
+  if (rank_n >= boxes) return;
   uint64_t* full = &shared.full[stage];
-  ptx::mbarrier_arrive_expect(full, Config::kBytesA + Config::kBytesB);
   if constexpr (Config::kClusterN > 1) {
-    const int slice = walk.rank_n * Config::kBoxM;
+    const int slice = rank_n * Config::kBoxM;
     ptx::tma_load_multicast(&shared.a[stage][slice * kStageBytesK], &a, k, row + slice, full, kBothBlocks);
   } else {
     ptx::tma_load(shared.a[stage], &a, k, row, full);
   }
+}
+
+template <class Config, class Shared>
+__device__ __forceinline__ void load_b(Shared& shared, int stage, const CUtensorMap& b, int k, int column, int second,
+                                       int rank_m) {
+  uint64_t* full = &shared.full[stage];
   // In a dual tile the second half of the rows comes from elsewhere in B.
   const int jump = Config::kDualB ? second - Config::kTileOutN : 0;
   if constexpr (Config::kClusterM > 1) {
-    const int slice = walk.rank_m * Config::kBoxN;
-    const int b_row = column + slice + (walk.rank_m > 0 ? jump : 0);
+    const int slice = rank_m * Config::kBoxN;
+    const int b_row = column + slice + (rank_m > 0 ? jump : 0);
     ptx::tma_load_multicast(&shared.b[stage][slice * kStageBytesK], &b, k, b_row, full, kBothBlocks);
   } else {
     ptx::tma_load(shared.b[stage], &b, k, column, full);
@@ -54,19 +68,51 @@ __device__ __forceinline__ void load_stage(Shared& shared, int stage, const CUte
   }
 }
 
-// One thread: copies the stages of every tile, as consumers free them.
+// The first row and column of this block's tile.
+template <class Config>
+__device__ __forceinline__ int2 tile_origin(const TileWalk<Config>& walk) {
+  const int2 tile = walk.tile();
+  const Problem& p = walk.problem;
+  return {tile_begin(tile.x, Config::kTileM, p.M, p.overlap), tile_begin(tile.y, Config::kTileOutN, p.N, p.overlap)};
+}
+
+// How many of a tile's boxes of A have rows.
+template <class Config>
+__device__ __forceinline__ int boxes_of_a(const Problem& problem, int row) {
+  if (problem.M == 0) return Config::kClusterN;
+  return (row < problem.M) + (Config::kClusterN > 1 && row + Config::kBoxM < problem.M);
+}
+
+// One thread: copies the stages of every tile, as consumers free them. Of B, `early_stages` are asked for before the grid in
+// front has ended.
 template <class Config, class Mma, class Shared>
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap& a, const CUtensorMap& b,
                                         const Problem& problem) {
   constexpr int kStageK = kStageBytesK / sizeof(typename Mma::Element);
   RingPosition<Shared::kStages> at;
-  for (TileWalk<Config> walk(problem); !walk.done(); walk.next()) {
+  TileWalk<Config> walk(problem);
+  const auto start_stage = [&](int stage, int2 origin, int boxes, int k) {
+    ptx::mbarrier_arrive_expect(&shared.full[stage], boxes * Config::kBoxM * kStageBytesK + Config::kBytesB);
+    load_b<Config>(shared, stage, b, k * kStageK, origin.y, problem.b_second_row, walk.rank_m);
+  };
+  int early = walk.done() ? 0 : min(Shared::kStages, min(problem.early_stages, problem.k_stages));
+  for (int stage = 0; stage < early; ++stage) {
+    const int2 origin = tile_origin(walk);
+    start_stage(stage, origin, boxes_of_a<Config>(problem, origin.x), stage);
+  }
+  ptx::griddep_wait();
+  for (; !walk.done(); walk.next()) {
     if (walk.last()) ptx::griddep_launch();
-    const int2 tile = walk.tile();
+    const int2 origin = tile_origin(walk);
+    const int boxes = boxes_of_a<Config>(problem, origin.x);
     for (int k = 0; k < problem.k_stages; ++k, at.advance()) {
-      ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
-      load_stage<Config>(shared, at.stage, a, b, k * kStageK, tile.x * Config::kTileM, tile.y * Config::kTileOutN,
-                         problem.b_second_row, walk);
+      if (early > 0) {
+        --early;
+      } else {
+        ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
+        start_stage(at.stage, origin, boxes, k);
+      }
+      load_a<Config>(shared, at.stage, a, k * kStageK, origin.x, walk.rank_n, boxes);
     }
   }
 }
@@ -78,8 +124,8 @@ __device__ __forceinline__ void produce_columns(Shared& shared, const typename E
   RingPosition<Shared::kTilesAtOnce> at;
   for (TileWalk<Config> walk(problem); !walk.done(); walk.next(), at.advance()) {
     ptx::mbarrier_wait(&shared.columns_empty[at.stage], at.phase ^ 1);
-    const int2 tile = walk.tile();
-    Epilogue::load_columns(params, shared.columns[at.stage], tile.x * Config::kTileM, tile.y * Config::kTileOutN);
+    const int2 origin = tile_origin(walk);
+    Epilogue::load_columns(params, shared.columns[at.stage], origin.x, origin.y);
     ptx::mbarrier_arrive(&shared.columns_full[at.stage]);
   }
 }
@@ -118,10 +164,9 @@ __device__ __forceinline__ void multiply(Accumulators& acc, Shared& shared, int 
 // Where a warp works: the tile's first row for this warp and its first column.
 template <class Config>
 __device__ __forceinline__ int2 warp_origin(const TileWalk<Config>& walk) {
-  const int2 tile = walk.tile();
+  const int2 tile = tile_origin(walk);
   const int warp = threadIdx.x / 32 % 4, consumer = threadIdx.x / 128 - 1;
-  return {tile.x * Config::kTileM + (Config::kPingPong ? 0 : consumer * Config::kBlocksM * 64) + warp * 16,
-          tile.y * Config::kTileOutN};
+  return {tile.x + (Config::kPingPong ? 0 : consumer * Config::kBlocksM * 64) + warp * 16, tile.y};
 }
 
 // In ping-pong, once all of a tile's instructions are queued.
@@ -191,8 +236,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Problem& problem, 
     const auto store = [&](auto& result) {
       ptx::mbarrier_wait(&shared.columns_full[buffer], phase);
       epilogue.store(result, rows, shared.columns[buffer], origin.x, origin.y);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.columns_empty[buffer]);
+      ptx::mbarrier_arrive(&shared.columns_empty[buffer]);  // every lane: each has read columns of its own
     };
     typename Mma::Accumulator acc[Config::kBlocksM][Config::kTileN / 2];
     if constexpr (Promotion::kSteps == 0) {
@@ -225,13 +269,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < Shared::kTilesAtOnce; ++i) {
       ptx::mbarrier_init(&shared.columns_full[i], 32);
-      ptx::mbarrier_init(&shared.columns_empty[i], kReaders);
+      ptx::mbarrier_init(&shared.columns_empty[i], 32 * kReaders);
     }
     for (int consumer = 0; consumer < kConsumers; ++consumer) ptx::mbarrier_init(&shared.turn[consumer], 4);
+    if constexpr (kWantsBarriers<Epilogue>) {
+      for (int i = 0; i < 8 * kConsumers; ++i) ptx::mbarrier_init(&shared.of_warp[i / 2][i % 2], 1);
+    }
     ptx::mbarrier_init_fence();
   }
   Config::kClusterSize == 1 ? __syncthreads() : ptx::cluster_sync_diverged();
-  ptx::griddep_wait();
+  if (threadIdx.x >= 32) ptx::griddep_wait();  // the first warp's turn comes in produce
 
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_shrink<Config::kProducerRegisters>();
@@ -240,9 +287,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     ptx::setmaxnreg_grow<Config::kConsumerRegisters>();
     const int warp = threadIdx.x / 32 - 4;
-    Epilogue epilogue(params.epilogue, shared.staging[warp]);
-    consume<Config, Mma, Epilogue, Promotion>(shared, params.problem, epilogue);
-    epilogue.finish();
+    const auto work = [&](Epilogue epilogue) {
+      consume<Config, Mma, Epilogue, Promotion>(shared, params.problem, epilogue);
+      epilogue.finish();
+    };
+    if constexpr (kWantsBarriers<Epilogue>) {
+      work(Epilogue(params.epilogue, shared.staging[warp], shared.of_warp[warp]));
+    } else {
+      work(Epilogue(params.epilogue, shared.staging[warp]));
+    }
   }
   // A block must outlive the copies and arrivals that its peer still sends here.
   if (Config::kClusterSize > 1) ptx::cluster_sync_diverged();

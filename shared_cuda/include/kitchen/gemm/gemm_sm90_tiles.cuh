@@ -56,6 +56,7 @@ struct SharedStorage {
   uint64_t empty[kStages];  // every reader of the stage, in both blocks of a pair, is done
   uint64_t columns_full[kTilesAtOnce], columns_empty[kTilesAtOnce];
   uint64_t turn[kConsumers];
+  uint64_t of_warp[4 * kConsumers][2];  // one arrival: for an epilogue that wants barriers of its own
 };
 
 struct Problem {
@@ -63,7 +64,17 @@ struct Problem {
   int tiles_m, tiles_n;  // in tiles of a whole cluster
   int raster_group;      // rows of tiles walked together, so that their operands are still in L2
   int b_second_row;      // see kDualB
+  int early_stages = 0;  // rows of B that may be copied before the grid in front has ended, in stages
+  int M = 0, N = 0;      // where given, boxes of A without rows are not copied
+  bool overlap = false;  // and the last tiles are moved back to overlap those before them, whose results they repeat
 };
+
+// Where a tile begins. Filling what lies beyond the matrix takes the copy engine longer than copying as much (an H200: 1.4
+// times for a box of 128 rows that lacks half of them, 2026-11-30), so that tiles are moved rather than filled.
+__device__ __forceinline__ int tile_begin(int index, int size, int length, bool overlap) {
+  const int begin = index * size;
+  return overlap && begin < length && length >= size ? min(begin, length - size) : begin;
+}
 
 template <class EpilogueParams>
 struct KernelParams {

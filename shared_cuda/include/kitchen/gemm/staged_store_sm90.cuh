@@ -12,7 +12,9 @@
 #include <cstdint>
 
 #include "kitchen/ptx/fence.h"
+#include "kitchen/ptx/ldmatrix.h"
 #include "kitchen/ptx/stmatrix.h"
+#include "kitchen/ptx/store_shared.h"
 #include "kitchen/ptx/tma.h"
 
 namespace kitchen::gemm_sm90 {
@@ -26,6 +28,13 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __nv_bfloat16) {
+  return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+}
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
 template <class T, int kTileN>
 struct StagedStore {
   static constexpr int kRows = 16;
@@ -35,6 +44,7 @@ struct StagedStore {
   static constexpr int kColumns = kRowBytes / sizeof(T);
   static constexpr int kBufferBytes = kRows * kRowBytes;
   static constexpr int kBytes = 2 * kBufferBytes;
+  static constexpr int kPutAtOnce = sizeof(T) == 2 ? 2 : 1;  // of put's j, in put_some
   static_assert(kTileN % kColumns == 0, "a tile is a whole number of chunks");
 
   T* out;                  // [M, N]
@@ -56,25 +66,47 @@ struct StagedStore {
 
   // values[j][e]: wgmma's layout, column 8*j + 2*(lane%4) + e%2, row lane/4 + 8*(e/2) of the chunk.
   __device__ __forceinline__ void put(int buffer, const float (&values)[kColumns / 8][4]) {
+    const uint32_t base = buffer_address(buffer);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; j += kPutAtOnce) put_some(base, j, &values[j]);
+  }
+
+  __device__ __forceinline__ uint32_t buffer_address(int buffer) const {
+    uint32_t base = ptx::smem_address(staging) + buffer * kBufferBytes;
+    asm volatile("" : "+r"(base));  // or the addresses of every chunk are kept in registers all along
+    return base;
+  }
+
+  // The part of `put` for j to j + kPutAtOnce - 1: an epilogue that makes values one by one need not keep a chunk of them.
+  __device__ __forceinline__ void put_some(uint32_t base, int j, const float (*values)[4]) {
     const int lane = threadIdx.x % 32;
     if constexpr (sizeof(T) == 2) {
-      uint32_t base = ptx::smem_address(staging) + buffer * kBufferBytes;
-      asm volatile("" : "+r"(base));  // or the addresses of every chunk are kept in registers all along
+      ptx::stmatrix_x4(base + offset(lane % 16, (j + lane / 16) * 16), pack_pair(values[0][0], values[0][1], T{}),
+                       pack_pair(values[0][2], values[0][3], T{}), pack_pair(values[1][0], values[1][1], T{}),
+                       pack_pair(values[1][2], values[1][3], T{}));
+    } else {
+      const int byte = (8 * j + 2 * (lane % 4)) * 4;
+      ptx::store_shared(base + offset(lane / 4, byte), values[0][0], values[0][1]);
+      ptx::store_shared(base + offset(lane / 4 + 8, byte), values[0][2], values[0][3]);
+    }
+  }
+
+  // Reads what put_some would write there: a matrix that was copied into the buffer in the same layout.
+  __device__ __forceinline__ void get_some(uint32_t base, int j, float (*values)[4]) const {
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(T) == 2) {
+      uint32_t pairs[4];
+      ptx::ldmatrix_x4(pairs, base + offset(lane % 16, (j + lane / 16) * 16));
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 2) {
-        const uint32_t address = base + offset(lane % 16, (j + lane / 16) * 16);
-        ptx::stmatrix_x4(address, pack_pair(values[j][0], values[j][1], T{}),
-                         pack_pair(values[j][2], values[j][3], T{}), pack_pair(values[j + 1][0], values[j + 1][1], T{}),
-                         pack_pair(values[j + 1][2], values[j + 1][3], T{}));
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack_pair(pairs[i], T{});
+        values[i / 2][i % 2 * 2] = pair.x, values[i / 2][i % 2 * 2 + 1] = pair.y;
       }
     } else {
-      uint8_t* const chunk = staging + buffer * kBufferBytes;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        const int byte = (8 * j + 2 * (lane % 4)) * 4;
-        *reinterpret_cast<float2*>(chunk + offset(lane / 4, byte)) = {values[j][0], values[j][1]};
-        *reinterpret_cast<float2*>(chunk + offset(lane / 4 + 8, byte)) = {values[j][2], values[j][3]};
-      }
+      const int byte = (8 * j + 2 * (lane % 4)) * 4;
+      const float2 low = ptx::load_shared(base + offset(lane / 4, byte));
+      const float2 high = ptx::load_shared(base + offset(lane / 4 + 8, byte));
+      values[0][0] = low.x, values[0][1] = low.y, values[0][2] = high.x, values[0][3] = high.y;
     }
   }
 

@@ -15,6 +15,7 @@ struct Launch {
   int cluster = 1;      // CTAs per cluster; more than 1 needs compute capability 9.0
   size_t smem = 0;      // dynamic shared memory, bytes
   cudaStream_t stream;
+  bool programmatic = false;  // start while the kernel in front ends: the kernel waits for it itself (ptx/griddep.h); sm_90 and later
 };
 
 template <class... Args>
@@ -27,13 +28,20 @@ void launch(const char* name, void (*kernel)(Args...), const Launch& where, Args
   config.blockDim = dim3(static_cast<unsigned>(where.block));
   config.dynamicSmemBytes = where.smem;
   config.stream = where.stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(where.cluster);
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = where.cluster > 1 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (where.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(where.cluster);
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+  }
+  if (where.programmatic) {
+    cudaLaunchAttribute& programmatic = attributes[config.numAttrs++];
+    programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    programmatic.val.programmaticStreamSerializationAllowed = 1;
+  }
   check(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 

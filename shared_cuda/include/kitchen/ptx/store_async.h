@@ -63,6 +63,30 @@ __device__ __forceinline__ void store_async_16(void* local, uint64_t* barrier, u
 #endif
 }
 
+// Where `local` lies, in block `rank` of the cluster: an address for the store below, and for offsets from there.
+__device__ __forceinline__ uint32_t address_in_cluster(const void* local, uint32_t rank) {
+  uint32_t remote = 0;
+#if __CUDA_ARCH__ >= 900
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(local));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+#else
+  __trap();  // clusters need compute capability 9.0
+#endif
+  return remote;
+}
+
+// store_async_16 to addresses that are known already.
+__device__ __forceinline__ void store_async_16(uint32_t remote, uint32_t barrier, int4 value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(remote),
+      "r"(barrier), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+#else
+  __trap();  // clusters need compute capability 9.0
+#endif
+}
+
 // cluster_arrive of cluster.h that orders no memory: enough to say that this block has started. cluster_wait ends it.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900

@@ -24,6 +24,23 @@ DecodePlan choose_decode_plan(const DecodeProblem& problem, const DecodeDevice& 
 std::string describe_decode(const DecodeProblem& problem, const DecodePlan& plan);
 const char* int8_decode_unsupported(const Int8GemmParams& params);  // nullptr, or why not
 const char* decode_plan_rejected(const DecodeProblem& problem, const DecodePlan& plan, const DecodeDevice& device);  // nullptr, or why
+int64_t decode_shared_bytes(const DecodeProblem& problem, const DecodePlan& plan);  // dynamic shared memory of a block
 size_t int8_decode_workspace(const DecodeProblem& problem, const DecodePlan& plan);  // 0: sums meet in shared memory
 void int8_decode(const Int8GemmParams& params, void* workspace, const DecodePlan* forced, int device, cudaStream_t stream);
+
+// The same on sm_90a, by TMA and wgmma: sm90/int8_decode.cu. K in 1 to 8 pieces.
+int decode_sm90_variant_count();
+DecodePlan choose_decode_sm90_plan(const DecodeProblem& problem, int sm_count);
+std::string describe_decode_sm90(const DecodeProblem& problem, const DecodePlan& plan);
+const char* decode_sm90_plan_rejected(const DecodeProblem& problem, const DecodePlan& plan);  // nullptr, or why
+void int8_decode_sm90(const Int8GemmParams& params, const DecodePlan* forced, int device, cudaStream_t stream);
+
+// The faster of both on sm_90.
+struct FewRowsPlan {
+  bool through_shared;  // sm90/int8_decode.cu; else sm80/int8_decode.cu
+  DecodePlan plan;
+};
+FewRowsPlan choose_few_rows_plan(const DecodeProblem& problem, int device);
+std::string describe_few_rows(const DecodeProblem& problem, const FewRowsPlan& plan);
+void int8_few_rows(const Int8GemmParams& params, const FewRowsPlan& plan, int device, cudaStream_t stream);
 }  // namespace kitchen::int8

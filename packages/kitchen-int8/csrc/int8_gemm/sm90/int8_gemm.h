@@ -19,9 +19,11 @@ struct Int8GemmParams {
   DType bias_type, out_type;
   int b_scale_stride, residual_scale_stride;  // 0 or 1
   bool programmatic_launch;                   // start while the kernel in front ends (waits for it before it reads)
+  bool weights_early;                         // and read b, b_scale, bias at once: the kernel in front has waited, too
 };
-struct LinearProblem { int64_t M, N, K; int sm_count; bool residual; };
-struct LinearPlan { int variant, grid, raster_group; };  // forced plans: 0 blocks or rows means the usual number
+struct LinearProblem { int64_t M, N, K; int sm_count; bool residual, loose_residual; };  // loose: rows not 16-byte aligned
+struct LinearPlan { int variant, grid, raster_group, splits; };  // forced plans: 0 means the usual number
+int hopper_variant_count();  // the last three split K
 LinearPlan choose_plan(const LinearProblem& problem);
 std::string describe(const LinearProblem& problem, const LinearPlan& plan);  // a line for each variant, with its reason
 const char* int8_gemm_sm90_unsupported(const Int8GemmParams& params);  // nullptr, or why not

@@ -10,153 +10,19 @@
 // Main loop and the way of the sums: kitchen/gemm/decode_smallm.cuh. Measured: docs/kernels/int8_decode.md.
 #include "int8_gemm/decode/int8_decode.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
-#include "kitchen/common/to_float.h"
+#include "int8_gemm/decode/epilogue.cuh"
 #include "kitchen/gemm/decode_smallm.cuh"
 #include "kitchen/host/device.h"
 #include "kitchen/mma/m16n8k32_s8.h"
-#include "kitchen/ptx/prefetch.h"
 
 namespace kitchen::int8 {
 namespace {
 
 namespace decode = gemm::decode;
-constexpr int kMostTokens = 64;
-
-struct DecodeEpilogueParams {
-  const float *a_scale, *b_scale;
-  const void *bias, *residual;
-  const float* residual_scale;
-  void* out;
-  int b_scale_stride, residual_scale_stride;
-  DType bias_type, out_type;
-  bool vectors;  // N is a multiple of 4, and out and residual are aligned to 16 bytes
-};
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, DType type) {
-  uint32_t word;
-  if (type == DType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
-}
-
-// Scales and bias travel while the weights do, and wait in shared memory.
-template <int kRows>
-struct DecodeEpilogue {
-  using Params = DecodeEpilogueParams;
-  struct Shared {
-    float b_scale[kRows], bias[kRows], a_scale[kMostTokens];
-  };
-
-  const Params& p;
-  int M, N, first_column;
-  Shared* shared;
-  float b_scale = 0, bias = 0;  // of column threadIdx.x
-
-  __device__ __forceinline__ DecodeEpilogue(const Params& params, const decode::Problem& problem, int first_row)
-      : p(params), M(problem.M), N(problem.N), first_column(first_row) {
-    __shared__ Shared storage;
-    shared = &storage;
-    const int n = min(first_column + static_cast<int>(threadIdx.x), N - 1);
-    if (threadIdx.x < kRows) {
-      b_scale = p.b_scale[static_cast<int64_t>(n) * p.b_scale_stride];
-      // t * s + (-0) is t * s to the bit, signed zeros included.
-      bias = p.bias == nullptr ? -0.0f : load_as_float(p.bias, n, p.bias_type);
-    }
-  }
-
-  __device__ __forceinline__ void stage_tokens() const {
-    const int m = static_cast<int>(threadIdx.x);
-    const float a_scale = m < M ? p.a_scale[m] : 0.0f;
-    if (m < kRows) {
-      shared->b_scale[m] = b_scale;
-      shared->bias[m] = bias;
-    }
-    if (m >= M) return;
-    shared->a_scale[m] = a_scale;
-    if (p.residual == nullptr) return;
-    const int size = p.out_type == DType::kFloat32 ? 4 : 2;
-    const char* const row = static_cast<const char*>(p.residual) + (static_cast<int64_t>(m) * N + first_column) * size;
-    const int bytes = min(kRows, N - first_column) * size;
-#pragma unroll 1
-    for (int at = 0; at < bytes; at += 32) ptx::prefetch_l2(row + at);
-  }
-
-  // Four columns of a token, those beyond N dropped.
-  __device__ __forceinline__ void store(int token, int column, const int4& sum) const {
-    const int n = first_column + column;
-    if (n >= N) return;
-    const int64_t at = static_cast<int64_t>(token) * N + n;
-    const float scale = shared->a_scale[token];
-    const int acc[4] = {sum.x, sum.y, sum.z, sum.w};
-    float y[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      y[e] = __fmaf_rn(__fmul_rn(__int2float_rn(acc[e]), scale), shared->b_scale[column + e], shared->bias[column + e]);
-    }
-    if (p.residual != nullptr) add_residual(at, n, y);
-    store_out(at, N - n, y);
-  }
-
- private:
-  __device__ __forceinline__ void add_residual(int64_t at, int n, float (&y)[4]) const {
-    float values[4] = {};
-    if (p.vectors && p.out_type != DType::kFloat32) {
-      const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.residual) + at);
-      if (p.out_type == DType::kFloat16) {
-        Word<__half>::unpack(words.x, values), Word<__half>::unpack(words.y, values + 2);
-      } else {
-        Word<__nv_bfloat16>::unpack(words.x, values), Word<__nv_bfloat16>::unpack(words.y, values + 2);
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] = n + e < N ? load_as_float(p.residual, at + e, p.out_type) : 0.0f;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int64_t column = min(n + e, N - 1);
-      const float scale = p.residual_scale == nullptr ? 1.0f : p.residual_scale[column * p.residual_scale_stride];
-      y[e] = __fmaf_rn(scale, y[e], values[e]);
-    }
-  }
-
-  __device__ __forceinline__ void store_out(int64_t at, int left, const float (&y)[4]) const {
-    if (p.out_type == DType::kFloat32) {
-      float* const to = static_cast<float*>(p.out) + at;
-      if (p.vectors) {
-        *reinterpret_cast<float4*>(to) = make_float4(y[0], y[1], y[2], y[3]);
-        return;
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (e < left) to[e] = y[e];
-      }
-      return;
-    }
-    const uint2 words = make_uint2(pack_pair(y[0], y[1], p.out_type), pack_pair(y[2], y[3], p.out_type));
-    uint16_t* const to = static_cast<uint16_t*>(p.out) + at;
-    if (p.vectors) {
-      *reinterpret_cast<uint2*>(to) = words;
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (e < left) to[e] = static_cast<uint16_t>((e < 2 ? words.x : words.y) >> (16 * (e % 2)));
-    }
-  }
-};
 
 struct Variant {
   int token_blocks, rows, warps_k, round, threads, blocks_per_sm, sum_pitch;
@@ -168,19 +34,14 @@ template <class Config>
 void launch(const Int8GemmParams& p, const decode::Problem& problem, int64_t smem, cudaStream_t stream) {
   using Weights = decode::CodeWeights<Config>;
   using Epilogue = DecodeEpilogue<Config::kRows>;
-  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
   decode::KernelParams<Weights, Epilogue> params = {};
   params.problem = problem;
   params.tokens = p.a;
   params.weights = {p.b};
-  params.epilogue = {p.a_scale, p.b_scale, p.bias, p.residual, p.residual_scale, p.out, p.b_scale_stride, p.residual_scale_stride,
-                     p.bias_type, p.out_type, p.N % 4 == 0 && aligned(p.out) && aligned(p.residual)};
+  params.epilogue = decode_epilogue_params(p);
   const auto kernel = decode::decode_kernel<Config, mma::M16N8K32S8, Weights, Epilogue>;
   if (smem > 44 * 1024) {  // with the epilogue's own, above 48 KB
     host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)), "int8_decode");
-    // Room for as many blocks an SM as registers allow: left to itself, the driver seems to settle for one (docs/kernels/int8_decode.md).
-    constexpr auto kCarveout = cudaFuncAttributePreferredSharedMemoryCarveout;
-    host::check(cudaFuncSetAttribute(kernel, kCarveout, cudaSharedmemCarveoutMaxShared), "int8_decode");
   }
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
@@ -329,6 +190,8 @@ const char* int8_decode_unsupported(const Int8GemmParams& p) {
   if (!aligned(p.a) || !aligned(p.b)) return "needs 16-byte aligned a and b";
   return nullptr;
 }
+
+int64_t decode_shared_bytes(const DecodeProblem& q, const DecodePlan& plan) { return lay_out(q, plan).smem; }
 
 size_t int8_decode_workspace(const DecodeProblem&, const DecodePlan&) { return 0; }
 
