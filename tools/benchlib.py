@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -27,9 +28,9 @@ class Timing(NamedTuple):
     us_p80: float
 
 
-def copies_for(nbytes: float) -> int:
+def copies_for(nbytes: float, most: int = MAX_COPIES) -> int:
     """How many buffers of that size to rotate."""
-    return int(max(2, min(MAX_COPIES, math.ceil(ROTATE_BYTES / max(1, nbytes)))))
+    return int(max(2, min(most, math.ceil(ROTATE_BYTES / max(1, nbytes)))))
 
 
 def capture(call: Callable[[int], Any], copies: int, calls: int) -> torch.cuda.CUDAGraph:
@@ -80,6 +81,22 @@ def time_variants(
     }
 
 
+def with_headers(*sources: str) -> list[str]:
+    """The given files and folders, and the headers of shared_cuda that they include, directly or not."""
+    include = ROOT / "shared_cuda/include"
+    todo, headers = [file for source in sources for file in _files(ROOT / source)], set()
+    while todo:
+        names = re.findall(r'^#include "(kitchen/[^"]+)"', todo.pop().read_text(), re.MULTILINE)
+        found = {include / name for name in names if (include / name).exists()} - headers
+        headers |= found
+        todo += found
+    return [*sources, *sorted(str(header.relative_to(ROOT)) for header in headers)]
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
 def source_sha(*sources: str) -> str:
     """Hash over CUDA sources, names and contents: files, or all of a folder, relative to the repository."""
     digest = hashlib.sha256()
@@ -91,6 +108,22 @@ def source_sha(*sources: str) -> str:
         digest.update(str(file.relative_to(ROOT)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def kept_rows(path: Path, sources: list[str], cases: set[str]) -> list[dict[str, Any]]:
+    """Rows of an earlier run of the same sources on the same GPU and torch, save those of ``cases``: for runs of a part."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    now = (torch.cuda.get_device_name(), torch.__version__, source_sha(*sources))
+    if (found["gpu"], found["torch"], found["source_sha"]) != now:
+        return []
+    return [row for row in found["rows"] if row["case"] not in cases]
+
+
+def geometric_mean(values: list[float]) -> float:
+    """Of positive numbers."""
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def write_results(path: Path, family: str, rows: list[dict[str, Any]], sources: list[str]) -> None:

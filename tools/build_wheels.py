@@ -21,7 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE_ARCHS = "75;80;90a;100;120-real;120-virtual"
-BUILD_TOOLS = ["scikit-build-core>=0.11", "pybind11>=3.0", "cmake>=3.24", "ninja"]
+BUILD_TOOLS = [
+    "scikit-build-core>=0.11", "pybind11>=3.0", "cmake>=3.24", "ninja",
+    "nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79",  # kitchen-fallback-volta: sm_70 code
+]  # fmt: skip
 
 
 def find_python(version: str) -> str:
@@ -45,7 +48,7 @@ def build_environment(python: str) -> Path:
     venv = ROOT / "build" / f"wheels-cp{tag}"
     if not (venv / "bin/ninja").exists():
         subprocess.run(["uv", "venv", "--quiet", "--clear", str(venv), "--python", python], check=True)
-        subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(venv), *BUILD_TOOLS], check=True)
+    subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(venv), *BUILD_TOOLS], check=True)
     return venv
 
 

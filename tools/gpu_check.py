@@ -5,6 +5,7 @@
     python3 tools/gpu_check.py                          here: wheels of .carry/wheels, this Python and its torch, no network
     python3 tools/gpu_check.py --build                  no wheels at hand: build the packages here (nvcc, scikit-build-core)
     python3 tools/gpu_check.py --only int8 --no-bench -- -x -k quantize      arguments after -- go to pytest
+    python3 tools/gpu_check.py --workers 4 --sanitize    tests in 4 processes (pytest-xdist), and compute-sanitizer as well
 
 Nothing is installed into the running Python: wheels go to a scratch folder that is put on PYTHONPATH. Results go to
 benchmarks/results/<gpu>/, or to --out. The exit status is that of the tests and benches together.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,9 +57,12 @@ def install(args: argparse.Namespace, target: Path) -> None:
         str(target),
     ]
     if args.build:
-        env = os.environ | {"KITCHEN_CUDA": "ON"}
         what = [str(path.parent) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))]
-        subprocess.run([*pip, "--no-build-isolation", *what], check=True, env=env)
+        volta = [path for path in what if path.endswith("kitchen-fallback-volta")]  # ON would ask for NVRTC of CUDA 12
+        others = [path for path in what if path not in volta]
+        for mode, paths in (("ON", others), ("AUTO", volta)):
+            env = os.environ | {"KITCHEN_CUDA": mode}
+            subprocess.run([*pip, "--no-build-isolation", *paths], check=True, env=env)
         return
     wheels = sorted(args.wheels.glob("*.whl"))
     if not wheels:
@@ -81,6 +86,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="packages and benches whose path holds this word")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--no-bench", action="store_true")
+    parser.add_argument(
+        "--sanitize", action="store_true", help="also tools/sanitize.py: needs nvcc, or its programs built"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes for the tests; more than 1 need pytest-xdist")
     parser.add_argument("--out", type=Path, help="folder of the results; default benchmarks/results/<gpu>")
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
     args = parser.parse_args()
@@ -101,8 +110,16 @@ def main() -> None:
         tests = [str(path) for path in folders if path.exists() and args.only in str(path)]
         begun = time.monotonic()
         pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-        status = run([*pytest, *tests, *args.pytest], env, out / "tests.log")
+        # the references run on the CPU: without a limit each process would take all of it
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.workers))}
+        workers = ["-n", str(args.workers)] if args.workers > 1 else []
+        status = run([*pytest, *workers, *tests, *args.pytest], env | threads, out / "tests.log")
         summary["tests"] = {"status": status, "seconds": round(time.monotonic() - begun, 1)}
+    if args.sanitize:
+        begun = time.monotonic()
+        build = [] if shutil.which("nvcc") else ["--no-build"]
+        status = run([sys.executable, "tools/sanitize.py", "--only", args.only, *build], env, out / "sanitize.log")
+        summary["sanitize"] = {"status": status, "seconds": round(time.monotonic() - begun, 1)}
     if not args.no_bench:
         for bench in sorted(ROOT.glob("packages/*/bench/*.py")):
             if args.only not in str(bench):

@@ -23,7 +23,13 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: made by tools/support_table.py -->", "<!-- end of support table -->"
 
 RELEASE_ARCHS = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
-EXTENSIONS = ("kitchen_int8",)  # import names of the packages that have one
+EXTENSIONS = (
+    "kitchen_int8",
+    "kitchen_w4a8",
+    "kitchen_svdquant",
+    "kitchen_awq",
+)  # import names of the packages that have one
+VOLTA = "kitchen_fallback_volta"  # the one that is built for sm_70 alone
 DEVICES = {
     "V100 (7.0)": ("sm_70", None),
     "GTX 16xx (7.5)": ("sm_75", "NVIDIA GeForce GTX 1660"),
@@ -41,6 +47,7 @@ OPS = {
     "awq_linear": "AWQ linear",
 }
 PROBLEM = {"N": 3072, "K": 3072}
+PROBLEMS = {"w4a8_scaled_mm": PROBLEM | {"group": 16, "bits": 4}}
 
 
 @contextlib.contextmanager
@@ -48,9 +55,10 @@ def released() -> Iterator[None]:
     """Within the block every extension says that it was built for the release architectures."""
     info = {"has_cuda": True, "archs": RELEASE_ARCHS, "nvcc": "13.0", "reason": ""}
     with contextlib.ExitStack() as stack:
-        for name in EXTENSIONS:
+        for name in (*EXTENSIONS, VOLTA):
             extension = importlib.import_module(f"{name}._extension").EXTENSION
-            stack.enter_context(mock.patch.dict(extension.__dict__, build_info=info))
+            built = info | {"archs": ["70-real"]} if name == VOLTA else info
+            stack.enter_context(mock.patch.dict(extension.__dict__, build_info=built))
         yield
 
 
@@ -62,7 +70,7 @@ def table() -> str:
             cells = []
             for arch, name in DEVICES.values():
                 with simulate(arch, name):
-                    found = explain(op, M=4096, device="cuda:0", **TYPICAL.get(op, PROBLEM))
+                    found = explain(op, M=4096, device="cuda:0", **TYPICAL.get(op, PROBLEMS.get(op, PROBLEM)))
                 cells.append("eager" if found.chosen.slow else found.chosen.id.removeprefix("core/"))
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

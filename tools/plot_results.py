@@ -1,0 +1,151 @@
+#!/usr/bin/env python3
+"""Plots from the recorded results: SVG files in docs/kernels, made from benchmarks/results/<gpu>/*.json and nothing else.
+
+    python tools/plot_results.py                    every plot for which there are results
+    python tools/plot_results.py int8 int8_sweep    only these
+
+Needs matplotlib. The files are the same whenever the results are: no dates, no random ids. At most 100 KB each.
+
+- ``<family>.svg`` of a family with bf16 times: speed over bf16 by M, geometric mean over the shapes, and its range; for each
+  case and part, and for comfy-kitchen where it was measured. Shapes whose N or K is no multiple of 8 are left out: bf16 has no
+  fast kernel for them.
+- ``quantize.svg``: share of the floor (a copy of the same bytes) by case, for each K.
+- ``int8_sweep.svg``: time over every M up to 300.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import benchlib
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_BYTES = 100_000
+STYLE = {
+    "svg.hashsalt": "kitchen", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3,
+    "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+def load(results: Path, family: str) -> dict:
+    return json.loads((results / f"{family}.json").read_text())
+
+
+def source_line(found: dict) -> str:
+    """What was measured, for the title."""
+    return f"{found['gpu']}, driver {found['driver']}, torch {found['torch']}, {found['date']}"
+
+
+def draw_ratio(axis, label: str, ratios: dict[int, list[float]], style: str, band: bool = True) -> None:
+    """A line of geometric means over M, and the range over the shapes as a band."""
+    rows = sorted(ratios)
+    means = [benchlib.geometric_mean(ratios[m]) for m in rows]
+    line = axis.plot(rows, means, style, marker="o", markersize=3, linewidth=1.6 if band else 0.9, label=label)
+    if band:
+        low, high = [min(ratios[m]) for m in rows], [max(ratios[m]) for m in rows]
+        axis.fill_between(rows, low, high, color=line[0].get_color(), alpha=0.12, linewidth=0)
+
+
+def plot_ratios(found: dict, family: str) -> plt.Figure:
+    """Speed over bf16 by M. The case that was measured at most cells has bands, and its peer is shown."""
+    rows = [row for row in found["rows"] if row["bf16_us"] is not None and row["N"] % 8 == 0 and row["K"] % 8 == 0]
+    main = Counter(row["case"] for row in rows).most_common(1)[0][0]
+    ours: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    peers: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        ours[row["case"], row["part"]][row["M"]].append(row["bf16_us"] / row["us"])
+        if row["ck_us"] and row["case"] == main and row["part"] == "linear":
+            peers[row["M"]].append(row["bf16_us"] / row["ck_us"])
+    figure, axis = plt.subplots(figsize=(8.5, 4))
+    for (case, part), ratios in sorted(ours.items(), key=lambda item: (item[0][0] != main, item[0])):
+        draw_ratio(axis, f"{case} ({part})", ratios, "-", case == main)
+    if peers:
+        draw_ratio(axis, f"comfy-kitchen, {main}", peers, "k--")
+    axis.axhline(1, color="black", linewidth=0.8)
+    axis.set_xscale("log", base=2)
+    counts = sorted({row["M"] for row in rows})
+    axis.set_xticks(counts, [str(m) if i == 0 or m >= 1.25 * counts[i - 1] else "" for i, m in enumerate(counts)])
+    axis.minorticks_off()
+    axis.set_xlabel("M, rows of x")
+    axis.set_ylabel("times bf16, mean and range over shapes")
+    axis.set_title(f"{family}: {source_line(found)}", fontsize=9)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def plot_quantize(found: dict, family: str) -> plt.Figure:
+    """Share of the floor by M, a panel for each K; the tensorwise quantizer's floor is a read and a copy."""
+    widths = sorted({row["K"] for row in found["rows"]})
+    figure, axes = plt.subplots(1, len(widths), figsize=(2.6 * len(widths), 3.4), sharey=True)
+    for axis, K in zip(axes, widths, strict=True):
+        cases = dict.fromkeys(row["case"] for row in found["rows"])
+        for case in cases:
+            mine = sorted((r["M"], floor_us(r) / r["us"]) for r in found["rows"] if (r["case"], r["K"]) == (case, K))
+            axis.plot(*zip(*mine, strict=True), marker="o", markersize=3, label=case)
+        axis.axhline(0.85, color="black", linewidth=0.8, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set_title(f"K = {K}", fontsize=9)
+        axis.set_xlabel("M")
+    axes[0].set_ylabel("share of the floor")
+    axes[-1].legend(fontsize=7)
+    figure.suptitle(f"{family}: {source_line(found)}", fontsize=9)
+    return figure
+
+
+def floor_us(row: dict) -> float:
+    """The least time of a quantizer's row by its yardsticks."""
+    return row["copy_us"] + (row["read_us"] if row["case"] == "tensorwise" else 0.0)
+
+
+def plot_sweep(found: dict, family: str) -> plt.Figure:
+    """Time over M, a panel for each shape."""
+    figure, axes = plt.subplots(1, len(found["rows"]), figsize=(4.5 * len(found["rows"]), 3.4))
+    for axis, row in zip(axes, found["rows"], strict=True):
+        for column, label in (("us", "int8_linear"), ("bf16_us", "bf16 F.linear"), ("ck_us", "comfy-kitchen")):
+            if row[column][0] is not None:
+                axis.plot(row["M"], row[column], linewidth=1, label=label)
+        changes = [m for m, a, b in zip(row["M"][1:], row["kernel"], row["kernel"][1:], strict=False) if a != b]
+        for m in changes:
+            axis.axvline(m, color="gray", linewidth=0.6, linestyle=":")
+        axis.set_ylim(0)
+        axis.set_xlabel("M (dotted: another kernel from here on)")
+        axis.set_title(f"K = {row['K']}, N = {row['N']}", fontsize=9)
+    axes[0].set_ylabel("us")
+    axes[0].legend(fontsize=7)
+    figure.suptitle(f"{family}: {source_line(found)}", fontsize=9)
+    return figure
+
+
+SPECIAL = {"quantize": plot_quantize, "int8_sweep": plot_sweep}
+NOT_PLOTTED = ("accuracy", "gpu_check", "host_time")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="default: all that have results")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/h200")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/kernels")
+    args = parser.parse_args()
+    families = args.families or [p.stem for p in sorted(args.results.glob("*.json")) if p.stem not in NOT_PLOTTED]
+    for family in families:
+        with plt.rc_context(STYLE):
+            figure = SPECIAL.get(family, plot_ratios)(load(args.results, family), family)
+            path = args.out / f"{family}.svg"
+            figure.savefig(path, metadata={"Date": None, "Creator": None})
+            plt.close(figure)
+        size = path.stat().st_size
+        print(f"{path}: {size / 1000:.0f} KB")
+        if size > MOST_BYTES:
+            sys.exit(f"{path} is larger than {MOST_BYTES} bytes")
+
+
+if __name__ == "__main__":
+    main()
