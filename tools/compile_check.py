@@ -56,7 +56,7 @@ EXPECTED = [
     (r"w4a8::.*decode_weight<", "75 80 90a 100 120", ["PRMT", r"STG\.E\.128"]),
     (r"gemm_sm75::", "75", [r"IMMA\.8816\.S8", r"LDG\.E\.128", r"STS\.128", r"LDSM\.16\.M88\.4"]),
     (r"gemm_sm75::", "90a", ["IMMA", r"LDSM\.16\.M88\.4"]),
-    (r"svdquant::sm90::promoted_gemm", "90a", [r"QGMMA\.64x", r"HGMMA\.64x", "UTMALDG", "UBLKCP"]),
+    (r"svdquant::sm90::promoted_gemm", "90a", ["QGMMA", "HGMMA", "UTMALDG", "UBLKCP"]),
     (r"stream_gemm<.*ByBytes", "80 90a 100 120", [r"IMMA\.16832\.S8", r"LDG\.E\.64"]),
     (r"stream_gemm<.*ByNibbles", "80", [r"IMMA\.16864\.S4"]),
     (r"svdquant::.*quantize_few<", "90a 100 120", ["UCGABAR"]),
