@@ -227,6 +227,15 @@ def test_every_hopper_variant_and_chunk(monkeypatch):
             assert_equal(_hopper.scaled_mm(*arguments.values(), variant=variant), whole)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_hopper_rows_that_are_no_multiple_of_16_bytes_are_right_whatever_the_chunk(monkeypatch, out_dtype):
+    skip_unless(HOPPER)
+    arguments = gemm_arguments(300, 1001, 1088, 40)
+    want, size, branch = exact(**arguments)
+    monkeypatch.setattr(_hopper, "CHUNK_BYTES", 1)
+    check_close(_hopper.scaled_mm(*arguments.values(), out_dtype=out_dtype), want, size, branch, 1088 + 40, True)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_repeated_runs_are_bit_equal_and_rows_independent(kernel):
     M = 32

@@ -7,6 +7,7 @@ import torch
 
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_svdquant import _hopper
 from kitchen_svdquant._extension import EXTENSION
 from kitchen_svdquant.kernels import FEW_ROWS, provider
 
@@ -90,3 +91,11 @@ def test_what_a_problem_must_keep_to(built, changes):
     built(*RELEASE)
     for arch in ("sm_90", "sm_80"):
         assert chosen(answers(simulated_facts(arch), **changes)) is None
+
+
+def test_weight_is_decoded_whole_where_rows_of_the_output_are_no_multiple_of_16_bytes(monkeypatch):
+    monkeypatch.setattr(_hopper, "CHUNK_BYTES", 1)
+    assert _hopper.chunk_columns(1000, 1088) == _hopper.CHUNK_COLUMNS
+    assert _hopper.chunk_columns(1001, 1088) == 1001
+    assert _hopper.chunk_columns(1004, 1088, out_bytes=4) == _hopper.CHUNK_COLUMNS
+    assert _hopper.chunk_columns(1004, 1088, out_bytes=2) == 1004

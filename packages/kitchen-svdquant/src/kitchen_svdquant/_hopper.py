@@ -70,8 +70,13 @@ def plan_of(M: int, N: int, K: int, device: int, variant: int | None = None) -> 
     return EXTENSION.module.svdquant_gemm_sm90_plan(M, N, K, sm_count, variant)
 
 
-def chunk_columns(n: int, k: int) -> int:
-    """Columns of the output whose weights are decoded at once."""
+def chunk_columns(n: int, k: int, out_bytes: int = 2) -> int:
+    """Columns of the output whose weights are decoded at once; ``out_bytes`` of an element.
+
+    All where rows of the output are no multiple of 16 bytes: the kernel stores such rows at the pitch of its own columns.
+    """
+    if n * out_bytes % 16:
+        return n
     most = max(1, CHUNK_BYTES // (CHUNK_COLUMNS * k)) * CHUNK_COLUMNS
     return n if n <= most else most
 
@@ -97,7 +102,7 @@ def multiply(
     if residual_scale is not None:
         residual_scale = residual_scale.reshape(-1).float().contiguous()
         scale_stride = 0 if residual_scale.numel() == 1 else 1
-    step = chunk_columns(n, k)
+    step = chunk_columns(n, k, out.element_size())
     for first in range(0, n, step):
         columns = min(step, n - first)
         plan, tile_n, _ = plan_of(m, columns, k, device, variant)
@@ -154,7 +159,7 @@ def linear(
     return y.reshape(*x.shape[:-1], n)
 
 
-def workspace_bytes(m: int, n: int, k: int, rank: int) -> int:
+def workspace_bytes(m: int, n: int, k: int, rank: int, out_bytes: int = 2) -> int:
     """Transient memory of one linear beside its output: both operands' codes and scales, the branch's activations."""
-    columns = chunk_columns(n, k)
+    columns = chunk_columns(n, k, out_bytes)
     return (m + columns) * k + 16 * (m + columns) * (k // GROUP) + 6 * m * rank

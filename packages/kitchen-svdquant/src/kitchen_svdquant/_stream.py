@@ -31,9 +31,12 @@ def scaled_mm(
     out = torch.empty((m, n), dtype=out_dtype, device=codes.device)
     if out.numel() == 0:
         return out
+    given = weight, wscales
     codes, weight = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight)
     ascales, lora_act = ascales.contiguous(), lora_act.contiguous()
     wscales, proj_up = _aligned(wscales.contiguous()), _aligned(proj_up.contiguous())
+    if weight is not given[0] or wscales is not given[1]:
+        programmatic_launch = False  # copies made just now: the kernel reads both before it waits for what is in front
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     scale_stride = 0
