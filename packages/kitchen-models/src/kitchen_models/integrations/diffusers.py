@@ -15,21 +15,19 @@ them as any module. A saved folder holds kitchen's own checkpoint format: `kitch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kitchen_core import QuantizedLinear
-from kitchen_core.errors import FormatError, UnsupportedError
-from kitchen_core.formats import marker_tensor, read_marker
+from kitchen_core.errors import UnsupportedError
+from kitchen_core.formats import read_marker
 
-from ..dialect import MARKER, find_layers, header_metadata, naming, recipe_dtypes, refuse_unmarked
-from ..files import Checkpoint
+from ..dialect import MARKER, header_metadata, naming
 from ..quantize import decisions_of, quantized_linear
-from ..rules import Decision, Rules, layer_of
+from ..rules import Decision, layer_of
+from ._layers import Method, RulesConfig, chosen_layers, dequantize_, finish, make_places, open_files, replace
 
 try:
     from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -39,45 +37,12 @@ except ImportError as error:
     raise UnsupportedError(f"diffusers cannot be imported ({error}); install diffusers>=0.36") from error
 
 
-class Method(StrEnum):
-    """The name of the method; diffusers wants an Enum member."""
-
-    KITCHEN = "kitchen"
-
-
-class KitchenConfig(QuantizationConfigMixin):
-    """Which layers get which format, for ``from_pretrained(quantization_config=...)``.
-
-    Args:
-        rules, format, options: as `kitchen_models.quantize_` takes them: ``KitchenConfig("int8")``, or
-            ``KitchenConfig({"*.attn.*": "int8", "*": "w4a8"})``.
-
-    Raises:
-        UnsupportedError: a rule that cannot be read, or a format that is not installed.
-    """
-
-    def __init__(
-        self,
-        rules: Any = (),
-        format: str | None = None,
-        options: Mapping[str, Any] | None = None,
-        quant_method: Any = Method.KITCHEN,
-    ) -> None:
-        if isinstance(rules, str) and "=" not in rules:
-            rules, format = (), format or rules
-        Rules.of(rules, format, options)
-        self.quant_method = Method.KITCHEN
-        self.rules = [str(rule) for rule in Rules.of(rules).rules]
-        self.format = format
-        self.options = dict(options or {})
+class KitchenConfig(RulesConfig, QuantizationConfigMixin):
+    __doc__ = RulesConfig.__doc__
 
     def to_diff_dict(self) -> dict[str, Any]:
         """As ``to_dict``; diffusers prints a config with it."""
         return self.to_dict()
-
-    def as_rules(self) -> Rules:
-        """The rules with their defaults."""
-        return Rules.of(self.rules, self.format, self.options)
 
 
 class KitchenQuantizer(DiffusersQuantizer):
@@ -108,45 +73,16 @@ class KitchenQuantizer(DiffusersQuantizer):
         self, model: nn.Module, device_map: Any = None, keep_in_fp32_modules: Any = None, **kwargs: Any
     ) -> None:
         if self.pre_quantized:
-            self._make_places(model)
+            checkpoint = open_files(self.files)
+            self.stored = make_places(model, checkpoint)
+            checkpoint.close()
             return
         names = set(keep_in_fp32_modules or ())
         kept = {
             name: "the model keeps it in float32" for name, _ in model.named_modules() if names & set(name.split("."))
         }
         found = decisions_of(model, self.quantization_config.as_rules(), self.dtype, kept)
-        self.decisions = {d.layer: d for d in found if d.format is not None}
-        if not self.decisions:
-            reasons = sorted({d.reason for d in found})
-            raise UnsupportedError(f"no layer of the model would be quantized: {'; '.join(reasons[:5])}; write a rule")
-
-    def _make_places(self, model: nn.Module) -> None:
-        """Puts a QuantizedLinear on the meta device in the place of each layer that the files hold quantized."""
-        checkpoint = Checkpoint.open(self._checkpoint_path())
-        layers = find_layers(checkpoint)
-        refuse_unmarked(checkpoint, layers)
-        dtypes = recipe_dtypes(checkpoint.metadata)
-        for name, layer in layers.items():
-            format, config, tensors = layer.resolve()
-            with naming(name):
-                linear = _linear_of(model, name)
-                dtype = dtypes.get(name, self.dtype)
-                made = QuantizedLinear(tensors, format, config, linear.bias, dtype).train(linear.training)
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, made)
-            self.stored |= {f"{name}.{key}" for key in made.state_dict() if key != "bias"}
-        checkpoint.close()
-
-    def _checkpoint_path(self) -> str:
-        if not self.files or not all(file.endswith(".safetensors") for file in self.files):
-            raise FormatError(f"a quantized model is loaded from safetensors files, got {self.files or 'none'}")
-        if len(self.files) == 1:
-            return self.files[0]
-        folder = Path(self.files[0]).parent
-        indices = sorted(folder.glob("*.safetensors.index*.json"))
-        if len(indices) != 1:
-            raise FormatError(f"{len(self.files)} files in {str(folder)!r} and {len(indices)} indices; one is needed")
-        return str(indices[0])
+        self.decisions = chosen_layers(found)
 
     def check_if_quantized_param(
         self, model: nn.Module, param_value: torch.Tensor, param_name: str, state_dict: Mapping[str, Any], **kwargs: Any
@@ -173,8 +109,7 @@ class KitchenQuantizer(DiffusersQuantizer):
         with naming(decision.layer):
             linear = model.get_submodule(decision.layer)
             made = quantized_linear(linear, param_value.detach().to(target_device, self.dtype), decision)
-        parent, _, child = decision.layer.rpartition(".")
-        setattr(model.get_submodule(parent), child, made)
+        replace(model, decision.layer, made)
 
     def check_quantized_param_shape(self, *args: Any, **kwargs: Any) -> bool:
         """The headers were checked before a place was made."""
@@ -185,14 +120,7 @@ class KitchenQuantizer(DiffusersQuantizer):
         return [key for key in missing_keys if not key.endswith(f".{MARKER}")]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for name, module in model.named_modules():
-            if not isinstance(module, QuantizedLinear):
-                continue
-            if module._buffers[MARKER].is_meta:
-                module._buffers[MARKER] = marker_tensor(module.format.marker(module.config)).to(module.weight.device)
-            left = [key for key, tensor in module.state_dict().items() if tensor.is_meta]
-            if left:
-                raise FormatError(f"layer {name!r}: the files have no {', '.join(left)}; the folder is incomplete")
+        finish(model)
         return model
 
     def get_state_dict_and_metadata(
@@ -206,28 +134,11 @@ class KitchenQuantizer(DiffusersQuantizer):
         return state_dict, header_metadata(markers, {"made_by": "diffusers save_pretrained", "layers": recipe})
 
     def _dequantize(self, model: nn.Module) -> nn.Module:
-        for name, module in list(model.named_modules()):
-            if isinstance(module, QuantizedLinear):
-                dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-                dense.weight = nn.Parameter(module.dequantize(), requires_grad=False)
-                dense.bias = module.bias
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, dense.train(module.training))
-        return model
+        return dequantize_(model)
 
     is_trainable = False
     is_serializable = True
     is_compileable = True
-
-
-def _linear_of(model: nn.Module, name: str) -> nn.Linear:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError as error:
-        raise FormatError("the files hold it quantized, and the model has no such module") from error
-    if not isinstance(module, nn.Linear):
-        raise FormatError(f"the files hold a quantized linear, the model has a {type(module).__name__}")
-    return module
 
 
 AUTO_QUANTIZER_MAPPING[Method.KITCHEN.value] = KitchenQuantizer
