@@ -11,6 +11,7 @@ import torch
 from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
 from kitchen_awq.kernels import DECODE_ROWS, DECODE_ROWS_SMALL, HOPPER_ROWS, MOST_DECODE_ROWS, provider
+from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
 
@@ -139,3 +140,12 @@ def test_every_kernel_file_is_in_the_sanitizer_program():
     patterns = re.findall(r"^// sources: (.*)$", (PACKAGE / "tests/sanitize_awq.cu").read_text(), re.MULTILINE)
     named = {file for line in patterns for pattern in line.split() for file in PACKAGE.parents[1].glob(pattern)}
     assert named == set(PACKAGE.glob("csrc/**/*.cu"))
+
+
+def test_scales_and_zeros_of_two_types_count_as_the_type_that_holds_both():
+    codes = torch.zeros(64, 128, dtype=torch.int8)
+    scales = torch.ones(4, 64, dtype=torch.bfloat16)
+    x = torch.zeros(64, 256, dtype=torch.bfloat16)
+    same, mixed = (explain("awq_linear", x, codes, scales, zeros, None, 64) for zeros in (scales, scales.float()))
+    assert "scales=bfloat16" in same.problem.options
+    assert "scales=float32" in mixed.problem.options

@@ -346,3 +346,12 @@ def test_forward_mode_derivatives_are_refused_not_zero():
     x = torch.randn(3, 64)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(InferenceOnlyError):
         ops.int8_linear(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), codes, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_weight_of_the_activation_and_residual_scale_must_be_float(dtype):
+    weight, scale, x = torch.zeros(8, 64, dtype=torch.int8), torch.ones(8, 1), torch.randn(2, 64)
+    with pytest.raises(UnsupportedError, match="input_act_weight must be"):
+        ops.int8_linear(x, weight, scale, None, None, 0, "rms_norm", torch.ones(64).to(dtype), 1e-6)
+    with pytest.raises(UnsupportedError, match="residual_scale must be"):
+        ops.int8_linear(x, weight, scale, residual=torch.randn(2, 8), residual_scale=torch.ones(8).to(dtype))

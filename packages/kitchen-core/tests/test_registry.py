@@ -104,6 +104,13 @@ def test_forcing_by_environment(added, monkeypatch):
         assert registry.select(problem("int8_scaled_mm", dtype=torch.int8)).id == "core/eager"
 
 
+def test_forcing_an_op_by_environment_to_a_kernel_that_does_not_serve_it_is_refused(added, monkeypatch):
+    added(op="int8_scaled_mm", name="part")
+    monkeypatch.setenv("KITCHEN_USE", "int8_linear=test/part")
+    with pytest.raises(UnsupportedError, match=r"int8_linear to run test/part, which does not serve it; .*core/eager"):
+        registry.select(problem())
+
+
 def test_forcing_is_per_thread(added):
     added(name="fast")
     seen = {}

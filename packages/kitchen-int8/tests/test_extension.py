@@ -42,6 +42,12 @@ def test_virtual_architecture_serves_later_chips(built):
     assert EXTENSION.why_not(simulated_facts("sm_100")) is None
 
 
+def test_ptx_of_one_chip_serves_no_later_one(built):
+    built(BUILT | {"archs": ["90a-virtual"]})
+    assert EXTENSION.why_not(simulated_facts("sm_90")) is None
+    assert "built for 90a-virtual" in EXTENSION.why_not(simulated_facts("sm_100"))
+
+
 def test_no_extension_gives_the_reason_of_the_build(built):
     built(NOT_BUILT)
     assert "no nvcc" in EXTENSION.why_not(simulated_facts("sm_90"))

@@ -13,6 +13,7 @@ import torch
 
 import kitchen_core
 from kitchen_core.errors import UnsupportedError
+from kitchen_core.layouts.tile_packed import pack_proj_up, pack_scale, pack_weight
 from kitchen_core.testing import relative_error
 from kitchen_models.integrations import comfy
 
@@ -70,15 +71,33 @@ def test_every_function_offered_has_an_op_that_decides():
     assert set(comfy.DECIDING_OPS.values()) <= set(kitchen_core.__all__)
 
 
-def test_foreign_storage_and_slow_devices_are_refused_with_the_reason():
-    packed = torch.zeros(4, 4, 4, dtype=torch.int8)
-    assert "3-dimensional" in comfy.why_not("scaled_mm_svdquant_w4a4", {"wgt": packed})
-    assert "'best'" in comfy.why_not("quantize_int8_tensorwise", {"x": normal(2, 4), "scale": "best"})
-    assert comfy.why_not("int8_linear", {"x": normal(2, 4)}) is None
+@pytest.fixture
+def ask():
+    """comfy.why_not with nothing remembered, before and after."""
+    comfy._answers.clear()
     comfy._why_not_device.cache_clear()
+    yield comfy.why_not
+    comfy._answers.clear()
+    comfy._why_not_device.cache_clear()
+
+
+def int8_call(**changes) -> dict:
+    weight = {"weight": torch.zeros(8, 256, dtype=torch.int8), "weight_scale": torch.ones(8, 1)}
+    return {"x": normal(2, 256), **weight, "out_dtype": torch.bfloat16, **changes}
+
+
+def test_what_is_left_to_other_backends(ask):
+    assert ask("int8_linear", int8_call()) is None
+    assert "1-dimensional" in ask("w4a8_int8_linear", {"x": normal(2, 4), "qdata": torch.zeros(8, dtype=torch.int8)})
+    assert "'best'" in ask("quantize_int8_tensorwise", {"x": normal(2, 4), "scale": "best"})
+    row_scale = {"residual": normal(2, 8), "residual_scale": normal(2, 8)}
+    assert "residual_scale" in ask("int8_linear", int8_call(**row_scale))
+    assert "out_dtype" in ask("int8_linear", int8_call(out_dtype=torch.float64))
+
+
+def test_a_gpu_that_would_take_a_slow_path_is_left_alone(ask):
     with kitchen_core.simulate("sm_61"):
         assert "no CUDA kernel" in comfy._why_not_device("int8_scaled_mm", torch.device("cuda:0"))
-    comfy._why_not_device.cache_clear()
 
 
 @pytest.mark.parametrize("code", [3, -1])
@@ -154,6 +173,19 @@ def test_awq_layout_runs_through_us(ck):
     with ck.use_backend("eager"):
         theirs = ck.gemv_awq_w4a16(x, codes, scales, zeros, None, 64)
     assert relative_error(y, truth) <= relative_error(theirs, truth)
+
+
+def test_svdquant_activations_of_another_backend_and_tile_packed_weights(ck):
+    N, K, R = 128, 128, 16
+    codes = torch.randint(-128, 128, (N, K // 2), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    scales, smooth = normal(K // 64, N, seed=1).abs() / 16, normal(K, seed=2).abs() + 0.5
+    down, up, x = normal(K, R, seed=3) / 8, normal(N, R, seed=4) / 8, normal(5, K, seed=5)
+    with ck.use_backend("eager"):
+        theirs = ck.quantize_svdquant_w4a4(x, smooth=smooth, lora_down=down)
+    rest = {"act": theirs[0], "ascales": theirs[1], "lora_act_in": theirs[2]}
+    natural = ck.scaled_mm_svdquant_w4a4(wgt=codes, wscales=scales, lora_up=up, **rest)
+    tiles = {"wgt": pack_weight(codes), "wscales": pack_scale(scales), "lora_up": pack_proj_up(up)}
+    assert torch.equal(ck.scaled_mm_svdquant_w4a4(**tiles, **rest), natural)
 
 
 def test_int8_stochastic_rounding_and_embedding(ck):

@@ -103,11 +103,12 @@ class CudaExtension:
 
 
 def _serves(arch: str, sm: int) -> bool:
-    """Machine code runs on later minor versions of its chip, an `a` target on that chip alone, PTX on every later chip."""
+    """Machine code runs on later minor versions of its chip, `a` targets and their PTX on it alone, other PTX later too."""
+    name = arch.removesuffix("-virtual")
+    if name.endswith(("a", "f")):
+        return sm == int(name[:-1])
     if arch.endswith("-virtual"):
-        return sm >= int(arch.removesuffix("-virtual").rstrip("af"))
-    if arch.endswith(("a", "f")):
-        return sm == int(arch[:-1])
+        return sm >= int(name)
     return sm // 10 == int(arch) // 10 and sm >= int(arch)
 
 

@@ -266,6 +266,11 @@ def _forced_by_environment(op: str) -> tuple[str, ...]:
                 f"KITCHEN_USE names {target + '=' if target else ''}{kernel_id}, which is not known; it takes "
                 f"kernel or op=kernel, comma separated; kernels: {', '.join(sorted(known))}"
             )
+        if target and kernel_id not in {k.id for k in _kernels[target]}:
+            raise UnsupportedError(
+                f"KITCHEN_USE asks {target} to run {kernel_id}, which does not serve it; kernels of {target}: "
+                f"{', '.join(k.id for k in _kernels[target])}"
+            )
     return tuple(kernel_id for target, _, kernel_id in pairs if target in ("", op))
 
 

@@ -147,6 +147,8 @@ def linear(
 ):  # fmt: skip
     """svdquant_linear: the quantizer writes what the GEMM reads."""
     n, k = weight.shape[0], 2 * weight.shape[1]
+    if n == 0:
+        return x.new_empty((*x.shape[:-1], 0), dtype=out_dtype or x.dtype)
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
     rows = raw.reshape(-1, k)
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0

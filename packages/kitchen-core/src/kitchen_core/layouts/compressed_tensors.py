@@ -60,7 +60,9 @@ def unpack(
         raise FormatError(
             f"weight_zero_point must be [N/8, K/g] = {[-(-n // 8), scale.shape[0]]}, got {list(weight_zero_point.shape)}"
         )
-    integers = unpack_nibbles(weight_zero_point.t().contiguous().view(torch.int8))[:, :n]
+    integers = unpack_nibbles(weight_zero_point.t().clone(memory_format=torch.contiguous_format).view(torch.int8))[
+        :, :n
+    ]
     return Canonical(pack_nibbles(codes), scale, _float_zeros(integers, scale))
 
 

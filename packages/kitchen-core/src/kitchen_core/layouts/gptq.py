@@ -56,7 +56,7 @@ def unpack(
             "g_idx is not column // group_size: the file was made with desc_act, and groups of scattered columns have no "
             "awq_w4a16 form; dequantize the layer, or quantize it again without desc_act"
         )
-    codes = unpack_nibbles(qweight.t().contiguous().view(torch.int8))
+    codes = unpack_nibbles(qweight.t().clone(memory_format=torch.contiguous_format).view(torch.int8))
     integers = unpack_nibbles(qzeros.contiguous().view(torch.int8)).to(torch.int16) + (0 if v2 else 1)
     return Canonical(pack_nibbles(codes), scales, _float_zeros(integers, scales))
 

@@ -72,6 +72,8 @@ def check_input_act(input_act: str, weight: torch.Tensor | None, in_features: in
         given = "was given" if weight is not None else "is missing"
         raise UnsupportedError(f"input_act_weight {given} for input_act={input_act!r}; only rms_norm takes one, of [K]")
     check_vector("input_act_weight", weight, in_features, "K")
+    if weight is not None:
+        check_float("input_act_weight", weight)
 
 
 def check_residual(
@@ -85,6 +87,8 @@ def check_residual(
     check_float("residual", residual)
     check_shape("residual", residual, (*x.shape[:-1], out_features), "[..., N]")
     check_vector("residual_scale", residual_scale, out_features, "N", scalar=True)
+    if residual_scale is not None:
+        check_float("residual_scale", residual_scale)
 
 
 def rows(x: torch.Tensor) -> int:

@@ -62,11 +62,16 @@ def _check_decoded(name: str, dtype: torch.dtype | None) -> None:
         raise UnsupportedError(f"{name} must be one of {names(FLOAT_DTYPES)}, got {names((dtype,))}")
 
 
+def _scales_type(wscales: torch.Tensor, wzeros: torch.Tensor) -> str:
+    """The type in which kernels take scales and zeros: where the two differ, both are widened to float32."""
+    return names((wscales.dtype if wscales.dtype == wzeros.dtype else torch.float32,))
+
+
 def _dequantize_problem(qweight, wscales, wzeros, group_size=64, out_dtype=None):
     n, k = _check_weight(qweight, wscales, wzeros, group_size)
     _check_decoded("out_dtype", out_dtype)
     check_same_device(qweight, wscales=wscales, wzeros=wzeros)
-    options = words(scales=names((wscales.dtype,)))
+    options = words(scales=_scales_type(wscales, wzeros))
     return Problem(
         "dequantize_awq", qweight.device, torch.int8, out_dtype or torch.float32, 0, n, k, group=group_size, bits=4,
         options=options,
@@ -95,7 +100,7 @@ def _linear_problem(
     )  # fmt: skip
     decoded = None if weight_dtype in (None, x.dtype) else names((weight_dtype,))
     options = words(
-        bias=bias, input_act=input_act, residual=residual, scales=names((wscales.dtype,)), weight_dtype=decoded
+        bias=bias, input_act=input_act, residual=residual, scales=_scales_type(wscales, wzeros), weight_dtype=decoded
     )
     return Problem(
         "awq_linear", x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, group=group_size, bits=4, options=options
