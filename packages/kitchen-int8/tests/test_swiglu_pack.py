@@ -1,4 +1,7 @@
-"""pack_gate_up in every situation it has to live through, on the CPU: names, bits, moves, copies, obstacles, compile."""
+"""pack_gate_up in every situation it has to live through, on the CPU: names, bits, moves, copies, obstacles, compile.
+
+Over 500 lines: one table of moves and one of obstacles, which share the MLP and the checks.
+"""
 
 # ruff: noqa: E741  (I is the intermediate width, here as in the documentation)
 
@@ -19,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import kitchen_core as kc
 from kitchen_core import reference
 from kitchen_core.errors import UnsupportedError
-from kitchen_core.reference.int8 import stacked_rows
+from kitchen_core.reference.int8 import stacked_gate_up, stacked_rows
 from kitchen_core.testing import assert_equal
 from kitchen_int8 import gate_up, pack_gate_up
 
@@ -241,6 +244,123 @@ def moved_biases_too(mlp: nn.Module) -> bool:
     return not isinstance(stacked_rows(mlp.gate_proj.bias, mlp.up_proj.bias), str)
 
 
+def storages(state: dict) -> list[int]:
+    tensors = [t for v in state.values() for t in (v.inner().values() if isinstance(v, kc.QuantizedTensor) else [v])]
+    return [t.untyped_storage().data_ptr() for t in tensors]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_dict_has_storages_of_its_own(form, wrapped, x):
+    mlp = pack_gate_up(MLP(form, True, convrot_groupsize=64))
+    if wrapped:
+        mlp.gate_proj = LoRA(mlp.gate_proj)
+        delattr(mlp.gate_proj, "weight")
+    state = nn.Sequential(mlp).state_dict()
+    assert len(set(storages(state))) == len(storages(state))
+    assert not any(gate_up._is_part(value) for value in state.values())
+    parameters = dict(mlp.named_parameters())
+    kept = mlp.state_dict(keep_vars=True)
+    assert all(kept[name] is parameter for name, parameter in parameters.items())
+    if not wrapped:
+        check_packed(mlp, x)
+        assert not any(gate_up._is_part(value) for value in copy.deepcopy(mlp).state_dict().values())
+
+
+def test_safetensors_saves_every_tensor(x, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    plain = MLP(bias=True, convrot_groupsize=64)
+    want = {key: value.clone() for key, value in plain.state_dict().items()}
+    mlp = pack_gate_up(plain)
+    safetensors.save_model(nn.ModuleDict({"mlp": mlp}), tmp_path / "model.safetensors")
+    found = safetensors.load_file(tmp_path / "model.safetensors")
+    assert set(found) == {f"mlp.{key}" for key in want}
+    for key, value in want.items():
+        assert_equal(found[f"mlp.{key}"], value)
+    safetensors.load_model(nn.ModuleDict({"mlp": mlp}), tmp_path / "model.safetensors")
+    check_packed(mlp, x)
+
+
+def test_huggingface_hub_saves_every_tensor(tmp_path):
+    hub = pytest.importorskip("huggingface_hub")
+    safetensors = pytest.importorskip("safetensors.torch")
+    mlp = pack_gate_up(MLP(convrot_groupsize=64))
+    hub.save_torch_model(mlp, tmp_path)
+    assert set(safetensors.load_file(tmp_path / "model.safetensors")) == set(mlp.state_dict())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_made_in_inference_mode(form, bias, x):
+    with torch.inference_mode():
+        mlp = MLP(form, bias, convrot_groupsize=64)
+        apart = mlp(x)
+        pack_gate_up(mlp)
+        check_packed(mlp, x)
+        want = mlp(x)
+        assert_equal(apart, separate_result(mlp, x))
+        assert_equal(pack_gate_up(mlp)(x), want)
+    assert_equal(mlp(x), want)
+    check_packed(mlp, x)
+    assert_equal(pack_gate_up(copy.deepcopy(mlp).to("cpu"))(x), want)
+    with torch.inference_mode():
+        check_packed(mlp, x)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exports_as_one_op(form, strict, x):
+    mlp = pack_gate_up(MLP(form, convrot_groupsize=64))
+    exported = torch.export.export(mlp, (x,), strict=strict)
+    ops = [str(node.target) for node in exported.graph.nodes if "kitchen" in str(node.target)]
+    assert ops == ["kitchen.int8_gate_up_mlp.default"]
+    assert_equal(exported.module()(x), stacked_result(mlp, x))
+
+
+# ---------------------------------------------------------------------------------------------------- its class
+
+
+def test_a_module_made_from_the_packed_class_is_not_packed(x):
+    made = type(pack_gate_up(MLP()))(convrot_groupsize=64)
+    assert_equal(made(x), separate_result(made, x))
+    assert_equal(copy.deepcopy(made).to("cpu")(x), separate_result(made, x))
+    made.load_state_dict(made.state_dict())
+    check_packed(pack_gate_up(made), x)
+    check_packed(pack_gate_up(made), x)
+
+
+class Mixin:
+    pass
+
+
+@pytest.mark.parametrize("front", [(), (Mixin,)], ids=["subclass", "mixin"])
+def test_a_class_made_from_the_packed_class_is_copied(front, x):
+    mlp = pack_gate_up(MLP(convrot_groupsize=64))
+    mlp.__class__ = type("X", (*front, type(mlp)), {})  # as FSDP and parametrizations do
+    made = copy.deepcopy(mlp)
+    assert type(made) is type(mlp)
+    assert_equal(made(x), separate_result(mlp, x))
+    check_packed(pack_gate_up(made), x)
+    check_packed(mlp, x)
+
+
+def test_a_failed_pack_leaves_the_module_as_it_was(form, x, monkeypatch):
+    class Final(MLP):
+        def __init_subclass__(cls):
+            raise TypeError("no subclasses")
+
+    def out_of_memory(gate, up):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gate_up, "_halves", out_of_memory)
+    for made, error in ((Final(form), "no subclasses"), (MLP(form), None)):
+        before, cls, want = dict(vars(made)), type(made), made(x)
+        hooks = len(made._state_dict_hooks), len(made._load_state_dict_post_hooks)
+        with pytest.raises((TypeError, torch.OutOfMemoryError), match=error):
+            pack_gate_up(made)
+        assert type(made) is cls
+        assert vars(made) == before
+        assert (len(made._state_dict_hooks), len(made._load_state_dict_post_hooks)) == hooks
+        assert_equal(made(x), want)
+
+
 def test_meta_and_back(x):
     mlp = pack_gate_up(MLP(convrot_groupsize=64))
     state = {key: value.clone() for key, value in mlp.state_dict().items()}
@@ -282,7 +402,28 @@ def _subclassed_tensor(mlp):
         mlp.gate_proj.weight._hold({**inner(mlp.gate_proj), "scale": scale})
 
 
+def _activation_hook(mlp):
+    mlp.act_fn.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _activation_replaced(mlp):
+    mlp.act_fn = nn.GELU()
+
+
+def _activation_subclassed(mlp):
+    mlp.act_fn = type("Twice", (nn.SiLU,), {"forward": lambda self, x: nn.functional.silu(x) * 2})()
+
+
+def _activation_function(mlp):
+    del mlp.act_fn
+    mlp.act_fn = nn.functional.gelu
+
+
 OBSTACLES = {
+    _activation_hook: "act_fn has forward hooks",
+    _activation_replaced: "act_fn is a GELU, not silu",
+    _activation_subclassed: "act_fn is a Twice, not silu",
+    _activation_function: "act_fn is a gelu, not silu",
     _lora: "gate_proj is a LoRA, not a plain quantized linear",
     _subclass: "up_proj is a Patched, not a plain quantized linear",
     _hook: "down_proj has forward hooks",
@@ -305,7 +446,9 @@ def test_falls_back_to_the_separate_projections_and_says_once_why(form, obstacle
     assert OBSTACLES[obstacle] in said[0]
 
 
-@pytest.mark.parametrize("obstacle", [_lora, _subclass], ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "obstacle", [_lora, _subclass, _activation_hook, _activation_replaced], ids=lambda f: f.__name__.strip("_")
+)
 def test_an_obstacle_compiles_too(obstacle, x):
     mlp = pack_gate_up(MLP(convrot_groupsize=64))
     obstacle(mlp)
@@ -375,7 +518,7 @@ def test_a_distributed_tensor_is_named(caplog):
         mesh = init_device_mesh("cpu", (1,))
         weight = DTensor.from_local(mlp.up_proj.weight.data, mesh, [Replicate()])
         mlp.up_proj._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
-        reason = gate_up._projections(mlp)
+        reason = gate_up._projections(mlp, mlp._kitchen_gate_up)
     finally:
         torch.distributed.destroy_process_group()
     assert "up_proj's qdata is a" in reason
@@ -433,6 +576,86 @@ def test_what_cannot_work_is_refused():
         pack_gate_up(mlp)
     with pytest.raises(UnsupportedError, match="packed already"):
         pack_gate_up(pack_gate_up(MLP()), gate="up_proj", up="gate_proj")
+
+
+def test_three_different_layers_must_be_named():
+    for names in (("", "up_proj", "down_proj"), ("gate_proj", "gate_proj", "down_proj")):
+        mlp = MLP()
+        with pytest.raises(UnsupportedError, match="must name three different layers of MLP"):
+            pack_gate_up(mlp, *names)
+        assert type(mlp) is MLP
+
+
+class WithResidual(MLP):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class WithDropout(MLP):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.1, self.training)
+
+
+class WithTuple(MLP):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class Summed(MLP):
+    def forward(self, x):
+        return super().forward(x).sum(-1)
+
+
+class InFloat(MLP):
+    def forward(self, x):
+        hidden = nn.functional.silu(self.gate_proj(x).float()) * self.up_proj(x).float()
+        return self.down_proj(hidden.to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (WithResidual, "a residual, dropout"),
+        (WithDropout, "a residual, dropout"),
+        (WithTuple, "gives a tuple for x"),
+        (Summed, r"gives \[1, 2\] for x \[1, 2, 128\]"),
+    ],
+)
+def test_a_forward_that_computes_something_else_is_refused(form, kind, words, x):
+    mlp = kind(form, convrot_groupsize=64)
+    before = dict(vars(mlp))
+    with pytest.raises(UnsupportedError, match=words):
+        pack_gate_up(mlp)
+    assert type(mlp) is kind
+    assert vars(mlp) == before
+    assert not is_packed(mlp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_a_forward_that_only_rounds_otherwise_is_taken(form, dtype):
+    state = torch.get_rng_state()
+    mlp = InFloat(form, convrot_groupsize=64).to(dtype)
+    after = torch.get_rng_state()
+    pack_gate_up(mlp)
+    assert_equal(torch.get_rng_state(), after)
+    assert not torch.equal(state, after)
+    check_packed(mlp, torch.randn(3, H, dtype=dtype))
+    pack_gate_up(WithDropout(form).eval())
+
+
+def test_weights_that_are_not_loaded_yet_are_packed(form):
+    mlp = MLP(form)
+    for name in LAYERS:
+        inner(getattr(mlp, name))["scale"].data.fill_(float("nan"))
+    pack_gate_up(mlp)
+    assert is_packed(mlp)
+
+
+def test_scales_of_one_number_are_not_stacked():
+    codes, scales = torch.zeros(2, 1, 4, dtype=torch.int8), torch.ones(2)
+    assert stacked_rows(scales[0], scales[1]) == "each is one number"
+    assert stacked_gate_up((codes[0], scales[0], None), (codes[1], scales[1], None)) is None
+    assert stacked_gate_up((codes[0], scales[:1], None), (codes[1], scales[1:], None)) is not None
 
 
 def test_another_format_is_refused():

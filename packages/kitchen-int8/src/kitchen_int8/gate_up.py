@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from kitchen_core.activation import cast_for_autocast
 from kitchen_core.errors import UnsupportedError
@@ -25,6 +26,8 @@ from .format import Int8Config, Int8Format
 log = logging.getLogger("kitchen")
 
 REPACKS_ON = ("cuda",)  # device types on which a move packs again; on the CPU it would cost a copy and gain nothing
+PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last is what torch.export traces with
+LARGEST_ERROR = 1 / 16  # relative; every code of the hidden rows off by one makes about half of it
 _packed_classes: dict[type, type] = {}
 _said: set[str] = set()
 
@@ -35,6 +38,11 @@ class Names(NamedTuple):
     gate: str
     up: str
     down: str
+    activation: str
+
+    @property
+    def layers(self) -> tuple[str, str, str]:
+        return self.gate, self.up, self.down
 
 
 class Projection(NamedTuple):
@@ -56,48 +64,60 @@ def pack_gate_up(
 
     ``module`` computes ``down(silu(gate(x)) * up(x))`` of its three layers, each a QuantizedLinear or an nn.Linear that
     holds a QuantizedTensor, of format int8_tensorwise. Names of layers may be dotted paths. Where ``module`` has an
-    attribute of the name ``activation``, it must be silu; where it has none, the caller vouches for it.
+    attribute of the name ``activation``, it must be silu; where it has none, the caller vouches for it. Before packing,
+    the module's forward is compared with that formula on two random rows, to a relative error of 1/16: it finds a
+    residual or a dropout that is on, but not one that is off, as in eval mode, nor anything that small. Nothing is
+    compared where something is in the way, as below.
 
     The forward falls back to the module's own, bit for bit, and says once why, while something is in the way: a layer
-    that was wrapped (LoRA) or hooked (an offloader), a tensor on the meta device, of a tensor subclass (DTensor) or not
-    of the layer's whole shape (a shard); and, silently, where a gradient is wanted or more than x is given. Where only
-    the storages are apart (parameters swapped one by one), the op runs the three layers, with the same bits.
+    that was wrapped (LoRA) or hooked (an offloader), an activation that was hooked or replaced, a tensor on the meta
+    device, of a tensor subclass (DTensor) or not of the layer's whole shape (a shard); and, silently, where a gradient
+    is wanted or more than x is given. Where only the storages are apart (parameters swapped one by one), the op runs
+    the three layers, with the same bits.
     ``module.to()``, loading a state dict, copying and unpickling pack again on a GPU. Calling this again packs again.
 
     Shapes: gate and up [I, K] with a scale per row; down [N, I]; x of the forward [..., K].
     Dtypes and units: those of the layers; gate and up packed round less often than apart (int8_swiglu_mlp).
-    Layout: names, shapes, dtypes and state dict of the layers stay; weights, scales and biases of gate and up become
-        views of one storage each. While packing, both copies exist.
+    Layout: names, shapes and dtypes of the layers stay; weights, scales and biases of gate and up become views of one
+        storage each. While packing, both copies exist. Parameters stay the same objects, unless they are inference
+        tensors: these are replaced. The state dict has the same entries; those of gate and up are copies with storages
+        of their own, so that savers which refuse shared storage take them (with keep_vars, the parameters themselves).
     Returns: ``module``, whose class is now a subclass of its class.
-    Raises: UnsupportedError where a named layer is missing, another activation than silu is found, a layer is of another
-        format or not quantized, or the module's forward is replaced on the instance.
+    Raises: UnsupportedError where a named layer is missing, another activation than silu is found, a layer is of
+        another format or not quantized, or the module's forward is replaced on the instance or computes something else.
+        The module is then as before.
     Devices: any; the gain is on a GPU: kernel int8/swiglu_sm90, else one GEMM for gate and up.
     Source: docs/kernels/int8_swiglu.md.
     """
-    names = Names(gate, up, down)
-    if not isinstance(module, PackedGateUp):
-        _check_module(module, names, activation)
-        module._kitchen_gate_up = names
-        module.__class__ = _packed_class(type(module))
-        module.register_load_state_dict_post_hook(_after_loading)
-    elif module._kitchen_gate_up != names:
-        raise UnsupportedError(f"the module is packed already, with {module._kitchen_gate_up}, not {names}")
-    reason = _pack(module)
+    names = Names(gate, up, down, activation)
+    packed_as = getattr(module, "_kitchen_gate_up", None)
+    if packed_as is None:
+        _check_module(module, names)
+        _check_forward(module, names)
+        reason = _become_packed(module, names)
+    elif packed_as == names:
+        reason = _pack(module, names)
+    else:
+        raise UnsupportedError(f"the module is packed already, with {packed_as}, not {names}")
     if reason is not None:
         _say(reason)
     return module
 
 
 class PackedGateUp(nn.Module):
-    """What pack_gate_up adds to a module's class. ``_kitchen_gate_up`` holds the names of its layers."""
+    """What pack_gate_up adds to a module's class. ``_kitchen_gate_up`` holds the names of its layers.
 
-    _kitchen_gate_up: Names
+    An instance made from the class itself has no names, and runs the forward that it inherits.
+    """
+
+    _kitchen_gate_up: Names | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The module's forward, through one op where nothing is in the way."""
-        if len(args) != 1 or kwargs or type(args[0]) is not torch.Tensor:
+        names = self._kitchen_gate_up
+        if names is None or len(args) != 1 or kwargs or type(args[0]) not in PLAIN:
             return super().forward(*args, **kwargs)
-        found = _projections(self)
+        found = _projections(self, names)
         if isinstance(found, str):
             _say(found)
             return super().forward(*args)
@@ -123,7 +143,31 @@ class PackedGateUp(nn.Module):
         _pack_where_it_pays(self)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty_module, (type(self).__bases__[1],), self.__getstate__()
+        base = _base_class(type(self))
+        if type(self) is not _packed_class(base):  # a subclass of ours keeps its class, which has to be importable
+            return super().__reduce_ex__(protocol)
+        return _empty_module, (base,), self.__getstate__()
+
+
+def _become_packed(module: nn.Module, names: Names) -> str | None:
+    """Class, names, hooks and packed tensors; or why the tensors stay apart. On an error the module is as before."""
+    before = type(module)
+    module.__class__ = before if isinstance(module, PackedGateUp) else _packed_class(before)
+    try:
+        reason = _pack(module, names)
+    except BaseException:
+        module.__class__ = before
+        raise
+    module._kitchen_gate_up = names
+    module.register_load_state_dict_post_hook(_after_loading)
+    module.register_state_dict_post_hook(_own_storages)
+    return reason
+
+
+def _base_class(made: type) -> type:
+    """The class that was packed: what follows PackedGateUp, whatever stands in front."""
+    order = made.__mro__
+    return order[order.index(PackedGateUp) + 1]
 
 
 def _packed_class(base: type) -> type:
@@ -144,17 +188,42 @@ def _after_loading(module: nn.Module, incompatible_keys: Any) -> None:
     _pack_where_it_pays(module)
 
 
+def _own_storages(module: PackedGateUp, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Copies in the place of views: savers drop or refuse tensors that share a storage."""
+    names = module._kitchen_gate_up
+    if names is None:
+        return
+    of_layers = tuple(f"{prefix}{name}." for name in (names.gate, names.up))
+    for key, value in state_dict.items():
+        if key.startswith(of_layers) and not isinstance(value, nn.Parameter) and _is_part(value):
+            state_dict[key] = value.clone()
+
+
+def _is_part(value: Any) -> bool:
+    """Whether it is a plain tensor, or made of such, that covers only part of its storage."""
+    tensors = value.inner().values() if isinstance(value, QuantizedTensor) else [value]
+    return any(
+        type(t) in (torch.Tensor, nn.Parameter) and t.untyped_storage().nbytes() > t.numel() * t.element_size()
+        for t in tensors
+    )
+
+
 # ----------------------------------------------------------------------------------------------- what is there
 
 
-def _check_module(module: nn.Module, names: Names, activation: str) -> None:
+def _check_module(module: nn.Module, names: Names) -> None:
     """Raises UnsupportedError for what no later event can mend."""
     if "forward" in vars(module):
         raise UnsupportedError(
             "pack_gate_up: the module's forward is replaced on the instance (a hook of an offloader?); pack first, "
             "then add hooks"
         )
-    for name in names:
+    if not all(names.layers) or len(set(names.layers)) < 3:
+        raise UnsupportedError(
+            f"pack_gate_up: gate, up and down must name three different layers of {type(module).__name__}, "
+            f"got {list(names.layers)}"
+        )
+    for name in names.layers:
         try:
             layer = module.get_submodule(name)
         except AttributeError as error:
@@ -168,22 +237,60 @@ def _check_module(module: nn.Module, names: Names, activation: str) -> None:
         if dense or (format is not None and format is not Int8Format):
             found = "a dense nn.Linear" if dense else f"of format {format.name}"
             raise UnsupportedError(f"pack_gate_up: {name} is {found}; gate, up and down must be int8_tensorwise")
-    found = getattr(module, activation, None)
+    found = getattr(module, names.activation, None)
     if found is not None and not _is_silu(found):
         raise UnsupportedError(
-            f"pack_gate_up: {activation} of {type(module).__name__} is {found!r}; only silu can be fused"
+            f"pack_gate_up: {names.activation} of {type(module).__name__} is {found!r}; only silu can be fused"
+        )
+
+
+def _check_forward(module: nn.Module, names: Names) -> None:
+    """Raises UnsupportedError where the module's own forward is visibly another than that of a plain MLP."""
+    found = _projections(module, names)
+    if isinstance(found, str):
+        return
+    codes = found[0].tensors["qdata"]
+    gate, up, down = (module.get_submodule(name) for name in names.layers)
+    dtype = gate.compute_dtype if type(gate) is QuantizedLinear else gate.weight.dtype
+    x = torch.randn(1, 2, codes.shape[1], generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    if FakeTensor in (type(codes), type(x)):
+        return
+    x = x.to(codes.device, dtype)
+    with torch.no_grad():
+        own, plain = module.forward(x), down(nn.functional.silu(gate(x)) * up(x))
+        if not isinstance(own, torch.Tensor) or own.shape != plain.shape:
+            what = f"{list(own.shape)}" if isinstance(own, torch.Tensor) else f"a {type(own).__name__}"
+            raise UnsupportedError(
+                f"pack_gate_up: the forward of {type(module).__name__} gives {what} for x {list(x.shape)}, not the "
+                f"{list(plain.shape)} of down(silu(gate(x)) * up(x)); only a plain MLP can be packed"
+            )
+        own, plain = own.cpu().double(), plain.cpu().double()
+        error, size = (own - plain).norm().item(), plain.norm().item()
+    if error > LARGEST_ERROR * size:  # not where a weight that is not loaded yet gives nan
+        raise UnsupportedError(
+            f"pack_gate_up: the forward of {type(module).__name__} is not down(silu(gate(x)) * up(x)) (a residual, "
+            f"dropout?): on two random rows it differs by {error:.3g} of {size:.3g}; only a plain MLP can be packed"
         )
 
 
 def _is_silu(function: Any) -> bool:
     by_name = type(function).__name__ == "SiLUActivation"  # of transformers, which need not be installed
-    return function is nn.functional.silu or isinstance(function, nn.SiLU) or by_name
+    return function is nn.functional.silu or type(function) is nn.SiLU or by_name
 
 
-def _projections(module: PackedGateUp) -> tuple[Projection, Projection, Projection] | str:
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _projections(module: nn.Module, names: Names) -> tuple[Projection, Projection, Projection] | str:
     """Gate, up and down, or what is in the way of running them as one op."""
+    activation = getattr(module, names.activation, None)
+    if activation is not None and not _is_silu(activation):
+        return f"{names.activation} is a {getattr(activation, '__name__', type(activation).__name__)}, not silu"
+    if isinstance(activation, nn.Module) and _is_hooked(activation):
+        return f"{names.activation} has forward hooks, which one op for the whole MLP would skip"
     found = []
-    for name in module._kitchen_gate_up:
+    for name in names.layers:
         layer = module.get_submodule(name)
         projection = _projection(name, layer)
         if isinstance(projection, str):
@@ -203,7 +310,7 @@ def _projection(name: str, layer: nn.Module) -> Projection | str:
     """One layer's tensors, or what is in the way."""
     if type(layer) not in (QuantizedLinear, nn.Linear):
         return f"{name} is a {type(layer).__name__}, not a plain quantized linear (a LoRA or another wrapper?)"
-    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+    if _is_hooked(layer):
         return f"{name} has forward hooks (of an offloader?), which one op for the whole MLP would skip"
     if type(layer) is QuantizedLinear:
         format, config, tensors = layer.format, layer.config, layer.inner()
@@ -218,7 +325,7 @@ def _projection(name: str, layer: nn.Module) -> Projection | str:
     for key, tensor in (*tensors.items(), ("bias", layer.bias)):
         if tensor is None:
             continue
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
+        if type(tensor) not in PLAIN:
             return f"{name}'s {key} is a {type(tensor).__name__} (sharded?)"
         if tensor.device.type == "meta":
             return f"{name}'s {key} is a placeholder on the meta device (offloaded?)"
@@ -240,14 +347,15 @@ def _say(reason: str) -> None:
 
 
 def _pack_where_it_pays(module: PackedGateUp) -> None:
-    found = _projections(module)
+    names = module._kitchen_gate_up
+    found = "not packed" if names is None else _projections(module, names)
     if not isinstance(found, str) and found[0].tensors["qdata"].device.type in REPACKS_ON:
-        _pack(module)
+        _pack(module, names)
 
 
-def _pack(module: PackedGateUp) -> str | None:
+def _pack(module: nn.Module, names: Names) -> str | None:
     """Put gate and up into one storage each for weight, scale and bias, unless they are; or why that cannot be."""
-    found = _projections(module)
+    found = _projections(module, names)
     if isinstance(found, str):
         return found
     gate, up, _ = found
@@ -255,14 +363,15 @@ def _pack(module: PackedGateUp) -> str | None:
     if reason is not None:
         return reason
     with torch.no_grad(), torch.inference_mode(False):
-        for name, one, projection in zip(module._kitchen_gate_up[:2], _halves(gate, up), (gate, up), strict=True):
+        for name, one, projection in zip((names.gate, names.up), _halves(gate, up), (gate, up), strict=True):
             if one:
                 _put(module.get_submodule(name), one, projection)
     return None
 
 
 def _cannot_stack(gate: Projection, up: Projection) -> str | None:
-    if gate.tensors["scale"].numel() != gate.tensors["qdata"].shape[0]:
+    scale = gate.tensors["scale"]
+    if scale.dim() == 0 or scale.numel() != gate.tensors["qdata"].shape[0]:
         return "gate and up have one scale for all rows each, which cannot be stacked into a scale per row"
     for name, first, second in _pairs(gate, up):
         if (first is None) != (second is None):
@@ -295,13 +404,24 @@ def _halves(gate: Projection, up: Projection) -> tuple[dict[str, torch.Tensor], 
 
 
 def _put(layer: nn.Module, made: dict[str, torch.Tensor], projection: Projection) -> None:
-    """Into the parameters themselves, which stay the same objects."""
+    """Into the parameters themselves, which stay the same objects where torch allows it."""
     if "bias" in made:
-        layer.bias.data = made["bias"]
+        _set(layer, "bias", made["bias"])
     codes, scale = projection.tensors["qdata"], projection.tensors["scale"]
-    new_codes, new_scale = made.get("weight", codes), made.get("scale", scale)
+    inner = {"qdata": made.get("weight", codes), "scale": made.get("scale", scale)}
     if type(layer) is QuantizedLinear:
-        codes.data, scale.data = new_codes, new_scale
+        for key, tensor in Int8Format.state_dict(inner).items():
+            _set(layer, key, tensor)
     else:
-        weight, inner = layer.weight, {"qdata": new_codes, "scale": new_scale}
-        weight.data = QuantizedTensor(inner, Int8Format, weight.config, weight.dtype)
+        weight = layer.weight
+        _set(layer, "weight", QuantizedTensor(inner, Int8Format, weight.config, weight.dtype))
+
+
+def _set(layer: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    parameter = getattr(layer, key)
+    if tensor is parameter:
+        return
+    if parameter.is_inference():  # made in inference mode: torch refuses to change its .data
+        layer._parameters[key] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    else:
+        parameter.data = tensor

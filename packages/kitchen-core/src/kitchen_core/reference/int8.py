@@ -115,6 +115,8 @@ def stacked_rows(first, second):
     """[2N, ...] over both where ``second`` follows ``first`` in one storage, without a copy; else why not, in words."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"they differ: {first.dtype} {list(first.shape)} and {second.dtype} {list(second.shape)}"
+    if first.dim() == 0:
+        return "each is one number"
     if not (first.is_contiguous() and second.is_contiguous()):
         return "they are not contiguous"
     if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr():
