@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kitchen_core import ops, trace, use
+from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.reference.int8 import int8_scaled_mm as reference
 from kitchen_core.testing import FLOAT_DTYPES as DTYPES
 from kitchen_core.testing import assert_equal, expect_kernel
@@ -168,7 +169,7 @@ def test_nothing_is_written_outside_of_the_output(kernel, M):
             del operands["a_pitch"], operands["b_pitch"]
             out = space[4096 : 4096 + M * N].view(M, N)
             launch(
-                **operands, out=out.data_ptr(), out_type=_gemm.DTYPE_CODES[dtype], plan=None, device=0,
+                **operands, out=out.data_ptr(), out_type=DTYPE_CODES[dtype], plan=None, device=0,
                 stream=torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
             assert torch.equal(out, expected(arguments))

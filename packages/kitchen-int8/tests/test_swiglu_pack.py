@@ -267,7 +267,7 @@ def test_state_dict_has_storages_of_its_own(form, wrapped, x):
 
 
 def test_safetensors_saves_every_tensor(x, tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed here")
     plain = MLP(bias=True, convrot_groupsize=64)
     want = {key: value.clone() for key, value in plain.state_dict().items()}
     mlp = pack_gate_up(plain)
@@ -281,8 +281,8 @@ def test_safetensors_saves_every_tensor(x, tmp_path):
 
 
 def test_huggingface_hub_saves_every_tensor(tmp_path):
-    hub = pytest.importorskip("huggingface_hub")
-    safetensors = pytest.importorskip("safetensors.torch")
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed here")
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed here")
     mlp = pack_gate_up(MLP(convrot_groupsize=64))
     hub.save_torch_model(mlp, tmp_path)
     assert set(safetensors.load_file(tmp_path / "model.safetensors")) == set(mlp.state_dict())
@@ -659,7 +659,7 @@ def test_scales_of_one_number_are_not_stacked():
 
 
 def test_another_format_is_refused():
-    pytest.importorskip("kitchen_awq")
+    pytest.importorskip("kitchen_awq", reason="kitchen-awq is not installed here")
     mlp = MLP()
     mlp.up_proj = kc.QuantizedLinear.from_linear(nn.Linear(H, I), "awq")
     with pytest.raises(UnsupportedError, match="up_proj is of format awq_w4a16"):

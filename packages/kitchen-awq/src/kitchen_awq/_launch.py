@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._extension import EXTENSION
+from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+from ._extension import EXTENSION
 
 DECODE, HOPPER = "awq_decode", "awq_gemm_sm90"  # functions of the extension
 STAGE_COLUMNS = 128  # of the Hopper kernel: gemm_kernel.cuh
@@ -67,7 +67,7 @@ def dequantize_rows(
         N=out.shape[0], K=k, group=group_size, codes=qweight.data_ptr() + first * (k // 2),
         scale=wscales.data_ptr() + first * size, zero=wzeros.data_ptr() + first * size, parameter_pitch=n,
         parameter_type=DTYPE_CODES[wscales.dtype], out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype],
-        round_type=DTYPE_CODES[round_dtype], device=out.device.index, stream=_stream(out),
+        round_type=DTYPE_CODES[round_dtype], device=out.device.index, stream=current_stream(out.device.index),
     )  # fmt: skip
 
 
@@ -87,18 +87,18 @@ def finish_sums(
         M=rows, N=n, first=first, count=columns, sums=sums.data_ptr(),
         **epilogue(bias, residual, residual_scale, first_row * n),
         out=out.data_ptr() + first_row * n * out.element_size(), out_type=DTYPE_CODES[out.dtype], device=out.device.index,
-        stream=_stream(out),
+        stream=current_stream(out.device.index),
     )  # fmt: skip
 
 
 def epilogue(bias, residual, residual_scale, skip: int = 0) -> dict[str, Any]:
     """Bias, residual (its first ``skip`` elements left out) and its scale, all contiguous, as the kernels take them."""
     return {
-        "bias": _pointer(bias),
+        "bias": pointer(bias),
         "bias_type": 0 if bias is None else DTYPE_CODES[bias.dtype],
         "residual": 0 if residual is None else residual.data_ptr() + skip * residual.element_size(),
         "residual_type": 0 if residual is None else DTYPE_CODES[residual.dtype],
-        "residual_scale": _pointer(residual_scale),
+        "residual_scale": pointer(residual_scale),
         "residual_scale_stride": 0 if residual_scale is None or residual_scale.numel() == 1 else 1,
     }
 
@@ -157,8 +157,8 @@ def fused_linear(
             M=count, N=n, K=k, group=group_size, x=rows[first:].data_ptr(), x_type=DTYPE_CODES[x.dtype],
             codes=qweight.data_ptr(), scale=wscales.data_ptr(), zero=wzeros.data_ptr(),
             parameter_type=DTYPE_CODES[wscales.dtype], **epilogue(bias, residual, residual_scale, first * n),
-            out=y[first:].data_ptr(), out_type=DTYPE_CODES[out.dtype], workspace=_pointer(workspace), plan=plan,
-            device=out.device.index, stream=_stream(out),
+            out=y[first:].data_ptr(), out_type=DTYPE_CODES[out.dtype], workspace=pointer(workspace), plan=plan,
+            device=out.device.index, stream=current_stream(out.device.index),
         )  # fmt: skip
     return out
 
@@ -183,11 +183,3 @@ def plan_of(
         plan=plan,
     )  # fmt: skip
     return PlanAnswer(*answer)
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _stream(tensor: torch.Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from kitchen_core.arithmetic import input_width
+from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
 
 OPERAND_BYTES = 56 << 20  # of codes of x and their scales that are alive at once; the package's bound is 64 MiB
 
@@ -64,10 +64,6 @@ def _vector(vector: torch.Tensor | None, dtype: torch.dtype | None = None) -> to
     return None if vector is None else vector.reshape(-1).to(dtype or vector.dtype).contiguous()
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _code(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
 
@@ -90,9 +86,9 @@ def _multiply(
     residual = None if residual is None else residual.contiguous()
     EXTENSION.module.int8_scaled_mm(
         M, N, K, a.data_ptr(), a.stride(0) if M > 1 else K, a_scale.data_ptr(), b.data_ptr(),
-        b.stride(0) if N > 1 else K, b_scale.data_ptr(), _stride(b_scale), _pointer(bias), _code(bias), _pointer(residual),
-        _code(residual), _pointer(residual_scale), _stride(residual_scale), out.data_ptr(), DTYPE_CODES[out.dtype], tile,
-        TILES[tile].raster_group, out.device.index, torch.cuda.current_stream(out.device).cuda_stream,
+        b.stride(0) if N > 1 else K, b_scale.data_ptr(), _stride(b_scale), pointer(bias), _code(bias), pointer(residual),
+        _code(residual), pointer(residual_scale), _stride(residual_scale), out.data_ptr(), DTYPE_CODES[out.dtype], tile,
+        TILES[tile].raster_group, out.device.index, current_stream(out.device.index),
     )  # fmt: skip
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from kitchen_core.arithmetic import input_width
+from kitchen_core.launch import DTYPE_CODES, current_stream
 
 from ._extension import EXTENSION
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}
 MAX_GROUP = 4096  # larger rotation groups stay with the eager path
 MAX_COLUMNS = 2**30 - 1
@@ -40,7 +40,7 @@ def quantize_rowwise(
     EXTENSION.module.quantize_int8_rowwise(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], codes.data_ptr(), scales.data_ptr(), rows.shape[0], features,
         convrot_groupsize, ACT_CODES[input_act], weight, weight_dtype, input_act_eps, seed, x.device.index,
-        torch.cuda.current_stream(x.device).cuda_stream,
+        current_stream(x.device.index),
     )  # fmt: skip
     return codes, scales
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kitchen_core.launch import DTYPE_CODES, current_stream
+
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
 
 
 def dequantize(
@@ -46,6 +47,6 @@ def _launch(rows, scale, indices, shape, out_dtype, group) -> torch.Tensor:
         rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], scale.data_ptr(), 0 if scale.numel() == 1 else 1,
         0 if indices is None else indices.data_ptr(), indices is not None and indices.dtype == torch.int32,
         out.data_ptr(), DTYPE_CODES[out.dtype], rows.shape[0] if indices is None else indices.numel(), group,
-        device.index, torch.cuda.current_stream(device).cuda_stream,
+        device.index, current_stream(device.index),
     )  # fmt: skip
     return out

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kitchen_core.arithmetic import add_residual
+from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES, current_stream
 
 log = logging.getLogger("kitchen")
 
@@ -166,8 +166,8 @@ def gather(
     arguments = {
         "M": M, "N": N, "K": K, "a": a.data_ptr(), "a_pitch": a_pitch, "a_scale": a_scale.data_ptr(),
         "b": b.data_ptr(), "b_pitch": b_pitch, "b_scale": b_scale.data_ptr(), "b_scale_stride": _stride(b_scale),
-        "bias": _pointer(bias), "bias_type": 0 if bias is None else DTYPE_CODES[bias.dtype],
-        "residual": _pointer(residual), "residual_scale": _pointer(residual_scale),
+        "bias": pointer(bias), "bias_type": 0 if bias is None else DTYPE_CODES[bias.dtype],
+        "residual": pointer(residual), "residual_scale": pointer(residual_scale),
         "residual_scale_stride": 0 if residual_scale is None else _stride(residual_scale),
     }  # fmt: skip
     aligned = (arguments["a"] | arguments["b"] | a_pitch | b_pitch) % 16 == 0
@@ -202,10 +202,6 @@ def plan_of(path: int, M: int, N: int, K: int, aligned: bool, device: int, plan:
 
 def _pitch(rows: torch.Tensor) -> int:
     return rows.stride(0) if rows.shape[0] > 1 else 0
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _stride(vector: torch.Tensor) -> int:

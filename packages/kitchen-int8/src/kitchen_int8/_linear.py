@@ -7,10 +7,11 @@ from functools import lru_cache
 import torch
 
 from kitchen_core.arithmetic import add_residual
+from kitchen_core.launch import DTYPE_CODES, current_stream
 
 from ._extension import EXTENSION
 from ._gemm import DecodePlan, packed_rows
-from ._quantize import ACT_CODES, DTYPE_CODES, current_stream
+from ._quantize import ACT_CODES
 
 
 def decode_linear(*arguments) -> torch.Tensor:

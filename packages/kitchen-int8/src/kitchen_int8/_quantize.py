@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from kitchen_core.launch import DTYPE_CODES, current_stream
+
 from ._extension import EXTENSION
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}
 PAIR_ACTS = ("swiglu", "situ")
 MAX_GROUP = 4096  # larger rotation groups stay with the eager path
 MAX_COLUMNS = 2**30 - 1
 
 Plan = tuple[int, int, int, int, bool]  # tiles, warps, cluster, ctas_per_sm, special: QuantizePlan of csrc
-
-
-def current_stream(device: int) -> int:
-    """The stream on which torch works on a CUDA device, as an address (torch.cuda.current_stream takes 3 us, for an object)."""
-    return torch._C._cuda_getCurrentRawStream(device)
 
 
 def quantize_rowwise(

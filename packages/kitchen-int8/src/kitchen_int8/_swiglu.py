@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kitchen_core.launch import DTYPE_CODES, current_stream
+
 from . import _gemm
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES, current_stream
 
 Plan = tuple[int, int, int]  # variant, grid, raster_group: SwigluPlan of csrc
 # Of the product of gate and up, by x's dtype. Two float16 numbers may have a product that float16 has not.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kitchen_core.launch import DTYPE_CODES, current_stream
+
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
 
 
 def quantize_tensorwise(
@@ -29,6 +30,6 @@ def quantize_tensorwise(
     EXTENSION.module.quantize_int8_tensorwise(
         x.data_ptr(), DTYPE_CODES[x.dtype], x.numel(), 0 if scale is None else scale.data_ptr(), codes.data_ptr(),
         out_scale.data_ptr(), 0 if workspace is None else workspace.data_ptr(), seed, device.index,
-        torch.cuda.current_stream(device).cuda_stream,
+        current_stream(device.index),
     )  # fmt: skip
     return codes, out_scale

@@ -6,6 +6,7 @@ from functools import partial
 
 from kitchen_core.arithmetic import MAX_EXACT_INT32_K
 from kitchen_core.devices import DeviceFacts
+from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.registry import Kernel, Problem, Provider
 
 from . import _dequantize, _gemm, _linear, _quantize, _swiglu, _tensorwise
@@ -119,7 +120,7 @@ def _gemm_reason(problem: Problem) -> str | None:
         return f"sums in int32, which is exact for K from 1 to {MAX_EXACT_INT32_K}; the call has {problem.K}"
     if max(problem.M, problem.N) > MAX_ROWS:
         return f"takes at most {MAX_ROWS} rows of x and of the weight, the call has M={problem.M} N={problem.N}"
-    if problem.out_dtype not in _quantize.DTYPE_CODES:
+    if problem.out_dtype not in DTYPE_CODES:
         return f"writes float32, float16 or bfloat16, the call asks for {problem.out_dtype}"
     return None
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from kitchen_core.arithmetic import add_residual, apply_input_act
+from kitchen_core.launch import DTYPE_CODES, pointer
 from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT
 
 from . import _quantize
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
 
 # The weight's codes are decoded to a byte each, so many bytes at a time: they stay in L2 until they are multiplied.
 CHUNK_BYTES = 40 << 20
@@ -113,17 +113,13 @@ def multiply(
         )  # fmt: skip
         EXTENSION.module.svdquant_gemm_sm90(
             m, columns, k, activation.codes.data_ptr(), activation.scales.data_ptr(), codes.data_ptr(),
-            scales.data_ptr(), 0 if branch.low is None else branch.low.shape[1], _pointer(branch.low),
-            _pointer(branch.up, first * (0 if branch.up is None else branch.up.shape[1])), _pointer(bias, first),
-            0 if bias is None else DTYPE_CODES[bias.dtype], _pointer(residual, first),
-            _pointer(residual_scale, first * scale_stride), scale_stride, _pointer(out, first), DTYPE_CODES[out_dtype], n,
+            scales.data_ptr(), 0 if branch.low is None else branch.low.shape[1], pointer(branch.low),
+            pointer(branch.up, first * (0 if branch.up is None else branch.up.shape[1])), pointer(bias, first),
+            0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual, first),
+            pointer(residual_scale, first * scale_stride), scale_stride, pointer(out, first), DTYPE_CODES[out_dtype], n,
             plan, device, stream,
         )  # fmt: skip
     return out
-
-
-def _pointer(tensor: torch.Tensor | None, elements: int = 0) -> int:
-    return 0 if tensor is None else tensor.data_ptr() + elements * tensor.element_size()
 
 
 def scaled_mm(

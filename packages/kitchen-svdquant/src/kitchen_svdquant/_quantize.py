@@ -6,17 +6,17 @@ from functools import lru_cache
 
 import torch
 
+from kitchen_core.launch import DTYPE_CODES, current_stream
 from kitchen_core.reference.svdquant import GROUP
 
 from ._extension import EXTENSION
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 PACKED, E4M3 = 0, 1  # svdquant::CodeForm of csrc
 A_BLOCK = 64  # rows of x that share a block of scales
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream
+    return current_stream(tensor.device.index)
 
 
 def block_scales(rows: int, k: int, block: int, device: torch.device) -> torch.Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kitchen_core.arithmetic import add_residual, apply_input_act
+from kitchen_core.launch import DTYPE_CODES, pointer
 from kitchen_core.reference.svdquant import UNSIGNED_SHIFT
 
 from . import _quantize
 from ._extension import EXTENSION
-from ._quantize import DTYPE_CODES
 
 
 def scaled_mm(
@@ -45,8 +45,8 @@ def scaled_mm(
         scale_stride = 0 if residual_scale.numel() == 1 else 1
     EXTENSION.module.svdquant_gemm_sm80(
         m, n, k, codes.data_ptr(), ascales.data_ptr(), weight.data_ptr(), wscales.data_ptr(), DTYPE_CODES[wscales.dtype],
-        proj_up.shape[1], lora_act.data_ptr(), proj_up.data_ptr(), DTYPE_CODES[proj_up.dtype], _pointer(bias),
-        0 if bias is None else DTYPE_CODES[bias.dtype], _pointer(residual), _pointer(residual_scale), scale_stride,
+        proj_up.shape[1], lora_act.data_ptr(), proj_up.data_ptr(), DTYPE_CODES[proj_up.dtype], pointer(bias),
+        0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual), pointer(residual_scale), scale_stride,
         out.data_ptr(), DTYPE_CODES[out_dtype], act_unsigned, int4, programmatic_launch, codes.device.index,
         _quantize.stream_of(codes),
     )  # fmt: skip
@@ -79,10 +79,6 @@ def linear(
         residual_scale, programmatic_launch=together,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], n)
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,12 @@ import torch
 
 from kitchen_core.arithmetic import add_residual
 from kitchen_core.devices import DeviceFacts
+from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 from kitchen_core.reference.w4a8 import correction_addend
 from kitchen_core.registry import Problem
 
 from ._extension import EXTENSION
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 STREAM, HOPPER = "w4a8_stream", "w4a8_hopper"  # kernels that decode on the fly, by their names in the extension
 MAX_DECODED = 2**35 - 1  # weights of one decoding launch
 
@@ -45,8 +45,8 @@ def decode(
     if n:
         weight, s_rel, table = _aligned(weight, 8), s_rel.contiguous(), _table(codebook)
         EXTENSION.module.decode_w4a8_weight(
-            weight.data_ptr(), s_rel.data_ptr(), _pointer(table), out.data_ptr(), n, k, group_size, bits_of(weight, k),
-            s_rel.dtype == torch.float32, weight.device.index, torch.cuda.current_stream(weight.device).cuda_stream,
+            weight.data_ptr(), s_rel.data_ptr(), pointer(table), out.data_ptr(), n, k, group_size, bits_of(weight, k),
+            s_rel.dtype == torch.float32, weight.device.index, current_stream(weight.device.index),
         )  # fmt: skip
     return out
 
@@ -157,10 +157,10 @@ def _product(
     workspace = a.new_empty((a.shape[0], _whole_blocks(k))) if launch == HOPPER else None
     getattr(EXTENSION.module, launch)(
         a.shape[0], n, k, bits_of(weight, k), group_size, a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), scales.data_ptr(),
-        _pointer(table), b_scale.data_ptr(), _pointer(bias), 0 if bias is None else DTYPE_CODES[bias.dtype],
-        _pointer(residual), _pointer(gate), 0 if gate is None or gate.numel() == 1 else 1, out.data_ptr(),
-        DTYPE_CODES[out_dtype], _pointer(workspace), programmatic, plan, codes.device.index,
-        torch.cuda.current_stream(codes.device).cuda_stream,
+        pointer(table), b_scale.data_ptr(), pointer(bias), 0 if bias is None else DTYPE_CODES[bias.dtype],
+        pointer(residual), pointer(gate), 0 if gate is None or gate.numel() == 1 else 1, out.data_ptr(),
+        DTYPE_CODES[out_dtype], pointer(workspace), programmatic, plan, codes.device.index,
+        current_stream(codes.device.index),
     )  # fmt: skip
     return out
 
@@ -312,7 +312,3 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def _same(made: torch.Tensor, given: torch.Tensor) -> bool:
     return made.data_ptr() == given.data_ptr()
-
-
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -6,6 +6,7 @@ from functools import partial
 
 from kitchen_core.arithmetic import MAX_EXACT_INT32_K
 from kitchen_core.devices import DeviceFacts
+from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.registry import Kernel, Problem, Provider
 
 from . import _launch
@@ -28,7 +29,7 @@ def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
 
 
 def _decoded_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    if problem.out_dtype not in _launch.DTYPE_CODES:
+    if problem.out_dtype not in DTYPE_CODES:
         return f"writes float32, float16 or bfloat16, the call asks for {problem.out_dtype}"
     if problem.K > MAX_EXACT_INT32_K:
         return f"sums in int32, which is exact for K up to {MAX_EXACT_INT32_K}; the call has {problem.K}"
@@ -75,7 +76,7 @@ def _on_the_fly_reason(problem: Problem) -> str | None:
         return f"sums in int32, which is exact for K up to {MAX_EXACT_INT32_K}; the call has {problem.K}"
     if problem.N > MAX_N:
         return f"takes at most {MAX_N} rows of the weight, the call has N={problem.N}"
-    if problem.out_dtype not in _launch.DTYPE_CODES:
+    if problem.out_dtype not in DTYPE_CODES:
         return f"writes float32, float16 or bfloat16, the call asks for {problem.out_dtype}"
     return None
 

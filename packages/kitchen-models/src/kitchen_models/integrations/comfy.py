@@ -143,13 +143,9 @@ def _reason(op: str, *arguments: Any) -> str | None:
     explanation = kitchen_core.explain(op, *arguments)
     if explanation.facts.kind != "cuda":
         return None
-    inner = _INNER.get(op)
-    if explanation.chosen is not None and explanation.chosen.calls and inner is not None:
-        return _why_not_device(inner, explanation.problem.device)
+    if explanation.chosen is not None and explanation.chosen.calls:  # a composition ends with its GEMM
+        return _why_not_device(explanation.chosen.calls[-1], explanation.problem.device)
     return _slow(explanation, op, explanation.problem.device)
-
-
-_INNER = {"int8_linear": "int8_scaled_mm", "w4a8_linear": "w4a8_scaled_mm"}
 
 
 @cache
