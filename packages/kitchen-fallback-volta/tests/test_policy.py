@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kitchen_core import UnsupportedError, explain, ops, registry, simulate, use
+from kitchen_core import UnsupportedError, explain, fallback, ops, registry, simulate, use
 from kitchen_core.cli import main
 from kitchen_core.devices import simulated_facts, simulating
 from kitchen_core.registry import Kernel
@@ -27,29 +27,43 @@ VOLTA = [("sm_70", None), ("sm_70", "NVIDIA TITAN V"), ("sm_70", "Quadro GV100")
 OTHERS = [
     ("sm_60", None), ("sm_61", None),  # Pascal: no tensor cores
     ("sm_75", "NVIDIA GeForce GTX 1660 SUPER"), ("sm_75", "NVIDIA GeForce GTX 1650"), ("sm_75", "NVIDIA T1000 8GB"),
-    ("sm_75", "NVIDIA GeForce MX450"),  # Turing without tensor cores
+    ("sm_75", "NVIDIA GeForce MX450"), ("sm_75", "NVIDIA T400 4GB"),  # Turing without tensor cores
     ("sm_72", None), ("sm_75", "Tesla T4"), ("sm_75", "NVIDIA GeForce RTX 2080 Ti"),  # INT8 tensor cores from here on
     ("sm_80", None), ("sm_86", None), ("sm_89", None), ("sm_90", None), ("sm_100", None), ("sm_120", None),
 ]  # fmt: skip
 
-# op, dtype of x, output dtype, setting, kernel on Volta
+# op, bits of the weight, dtype of x, output dtype, setting; the kernel that runs the GEMM on Volta
 CALLS = [
-    ("int8_linear", BF16, BF16, None, OURS),
-    ("int8_linear", FP16, FP16, None, OURS),
-    ("int8_linear", BF16, FP32, None, OURS),  # the output dtype asked for does not matter
-    ("int8_linear", FP32, FP32, None, COMPOSED),
-    ("int8_linear", FP32, BF16, None, COMPOSED),
-    ("int8_linear", FP32, FP32, "fp32", OURS),
-    ("int8_linear", BF16, BF16, "1", OURS),
-    ("int8_linear", BF16, BF16, "fp32", OURS),
-    ("int8_linear", BF16, BF16, "0", COMPOSED),
-    ("int8_linear", BF16, BF16, "perhaps", COMPOSED),
-    ("int8_scaled_mm", INT8, BF16, None, OURS),
-    ("int8_scaled_mm", INT8, FP16, None, OURS),
-    ("int8_scaled_mm", INT8, FP32, None, EAGER),
-    ("int8_scaled_mm", INT8, FP32, "fp32", OURS),
-    ("int8_scaled_mm", INT8, BF16, "0", EAGER),
-]
+    ("int8_linear", 8, BF16, BF16, None, OURS),
+    ("int8_linear", 8, FP16, FP16, None, OURS),
+    ("int8_linear", 8, BF16, FP32, None, OURS),  # the output dtype asked for does not matter
+    ("int8_linear", 8, FP32, FP32, None, EAGER),
+    ("int8_linear", 8, FP32, BF16, None, EAGER),
+    ("int8_linear", 8, FP32, FP32, "fp32", OURS),
+    ("int8_linear", 8, FP32, BF16, "fp32", OURS),
+    ("int8_linear", 8, BF16, BF16, "1", OURS),
+    ("int8_linear", 8, BF16, BF16, "fp32", OURS),
+    ("int8_linear", 8, BF16, BF16, "0", EAGER),
+    ("int8_linear", 8, BF16, BF16, "perhaps", EAGER),
+    ("int8_scaled_mm", 8, INT8, BF16, None, OURS),
+    ("int8_scaled_mm", 8, INT8, FP16, None, OURS),
+    ("int8_scaled_mm", 8, INT8, FP32, None, EAGER),  # of codes alone, the output's dtype stands for x's
+    ("int8_scaled_mm", 8, INT8, FP32, "fp32", OURS),
+    ("int8_scaled_mm", 8, INT8, BF16, "0", EAGER),
+    ("int8_swiglu_mlp", 8, BF16, BF16, None, OURS),
+    ("int8_swiglu_mlp", 8, FP32, FP32, None, EAGER),
+    ("int8_swiglu_mlp", 8, BF16, BF16, "0", EAGER),
+    *((("w4a8_linear", bits, *rest)) for bits in (4, 6) for rest in (
+        (BF16, BF16, None, OURS),
+        (FP16, FP16, None, OURS),
+        (BF16, FP32, None, OURS),
+        (FP32, FP32, None, EAGER),
+        (FP32, BF16, None, EAGER),
+        (FP32, FP32, "fp32", OURS),
+        (BF16, BF16, "0", EAGER),
+    )),
+    *(("w4a8_scaled_mm", bits, INT8, out, None, last) for bits in (4, 6) for out, last in ((BF16, OURS), (FP32, EAGER))),
+]  # fmt: skip
 OPTIONS = [(), ("bias",), ("bias", "input_act=swiglu", "residual")]
 
 # What the package was built with.
@@ -99,18 +113,37 @@ def chosen(op, dtype, out_dtype, options=(), m=1, **fields):
     return found.chosen.id
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda c: "-".join(str(w).removeprefix("torch.") for w in c[:4]))
+def path(op, dtype, out_dtype, **fields):
+    """The kernels of one call, outermost first: of a composition also the kernel of the op that it ends with, its GEMM."""
+    found = explain(op, dtype=dtype, out_dtype=out_dtype, **fields).chosen
+    if not found.calls:
+        return [found.id]
+    inner = found.calls[-1]
+    with fallback.codes_of(out_dtype if dtype == INT8 else dtype, out_dtype):
+        return [found.id, *path(inner, INT8 if inner.endswith("scaled_mm") else dtype, out_dtype, **fields)]
+
+
+def call_id(call):
+    op, bits, *rest, _ = call
+    return "-".join([f"{op}{bits}", *(str(word).removeprefix("torch.") for word in rest)])
+
+
+@pytest.mark.parametrize("call", CALLS, ids=call_id)
 @pytest.mark.parametrize("device", [*VOLTA, *OTHERS], ids=lambda d: d[1] or d[0])
 def test_dispatch_table(device, call, build, setting):
-    op, dtype, out_dtype, word, on_volta = call
+    """Device class x dtype x options, and how the package was built -> the kernel that multiplies."""
+    op, bits, dtype, out_dtype, word, on_volta = call
     setting(word)
-    expected = NOT_OURS if device not in VOLTA else build if on_volta == OURS else on_volta
     with simulate(*device):
         for options, m in itertools.product(OPTIONS, (0, 1, 300, 8192)):
-            if op == "int8_scaled_mm":
+            if dtype == INT8 or op == "int8_swiglu_mlp":
                 options = tuple(o for o in options if not o.startswith("input_act"))
-            got = chosen(op, dtype, out_dtype, options, m, rotation=256)
-            assert got == expected if expected != NOT_OURS else got not in (TORCH, WMMA)
+            shape = {"M": m, "N": 3072, "K": 3072, "group": 0 if bits == 8 else 16, "rotation": 256, "bits": bits}
+            got = path(op, dtype, out_dtype, options=options, device="cuda:0", **shape)
+            if device in VOLTA:
+                assert got[-1] == (build if on_volta == OURS else on_volta)
+            else:
+                assert not {TORCH, WMMA} & set(got)
 
 
 @pytest.mark.parametrize("device", [*VOLTA, *OTHERS], ids=lambda d: d[1] or d[0])
@@ -125,19 +158,27 @@ def test_dispatch_table_of_the_quantizers(device, build, setting):
                     assert (got == ROWWISE) == (device in VOLTA and build == WMMA)
 
 
-@pytest.mark.parametrize("bits", [4, 6])
-@pytest.mark.parametrize("device", [*VOLTA, *OTHERS], ids=lambda d: d[1] or d[0])
-def test_dispatch_table_w4a8(device, bits, build, setting):
-    """Both halves are composed, and the last op of the composition takes the path that its device deserves."""
-    with simulate(*device):
-        if device in VOLTA:
-            fields = {"group": 16, "bits": bits, "rotation": 256}
-            assert chosen("w4a8_linear", BF16, BF16, **fields) == COMPOSED
-            assert chosen("w4a8_scaled_mm", INT8, BF16, **fields) == COMPOSED
-            assert chosen("int8_scaled_mm", INT8, BF16) == build
-            assert chosen("int8_swiglu_mlp", BF16, BF16) == COMPOSED  # of two int8_linear
-        else:
-            assert chosen("int8_scaled_mm", INT8, BF16) not in (TORCH, WMMA)
+@pytest.mark.parametrize("sm", ["sm_60", "sm_61", "sm_70"])
+def test_no_op_ends_in_code_that_the_gpu_cannot_run(sm, compiled, setting, monkeypatch):
+    """Wheels as released, of every package: on an older GPU each op is served by core or by this package."""
+    released = {
+        **BUILDS["for sm_70"],
+        "archs": ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"],
+    }
+    for name in ("int8", "w4a8", "svdquant", "awq"):
+        package = pytest.importorskip(f"kitchen_{name}._extension")
+        monkeypatch.setitem(package.EXTENSION.__dict__, "build_info", released)
+    registry.load_providers()
+    seen = 0
+    with simulate(sm):
+        for op, dtype, m in itertools.product(registry._kernels, (BF16, FP16, FP32), (1, 64, 4096)):
+            fields = {"M": m, "N": 3072, "K": 3072, "group": 64, "rank": 32, "rotation": 256, "bits": 4}
+            found = explain(
+                op, dtype=INT8 if op.endswith("scaled_mm") else dtype, out_dtype=dtype, device="cuda:0", **fields
+            )
+            assert found.chosen.provider in ("core", "fallback-volta"), str(found)
+            seen += 1
+    assert seen >= 20 * 9
 
 
 @pytest.mark.parametrize("word", [None, "0", "1"])
@@ -165,8 +206,9 @@ def test_what_the_compiled_kernel_leaves_to_the_torch_path(compiled, setting):
 
 def test_the_table_has_not_shrunk():
     assert len(VOLTA) + len(OTHERS) >= 18
-    assert len(CALLS) * len(OPTIONS) >= 45
-    assert {c[0] for c in CALLS} == {k.op for k in kernels.TORCH_KERNELS} - {"int8_linear_fp16"}
+    assert len(CALLS) * len(OPTIONS) >= 111
+    assert {c[0] for c in CALLS} >= {k.op for k in kernels.TORCH_KERNELS} - {"int8_linear_fp16"}
+    assert {(c[0], c[1]) for c in CALLS} >= {("w4a8_linear", 4), ("w4a8_linear", 6)}
     assert {k.op for k in kernels.WMMA_KERNELS} == {k.op for k in kernels.TORCH_KERNELS}
 
 
@@ -188,8 +230,6 @@ def test_the_table_has_not_shrunk():
 def test_every_refusal_has_a_reason_in_words(device, fields, word, reason, setting):
     setting(word)
     for op in ("int8_linear", "int8_scaled_mm"):
-        if op == "int8_scaled_mm" and "dtype" in fields:
-            reason = "a float32 output stands for float32 activations"
         with simulate(*device):
             answers = {c.kernel.id: c.reason for c in explain(op, N=8, K=8, device="cuda", **fields).candidates}
         assert reason in answers[TORCH]
@@ -301,7 +341,7 @@ def test_fp16_fallback_for_a_block(compiled, setting):
             with fp16_fallback(False):
                 assert registry.select(problem()).id == EAGER
                 answers = {c.kernel.id: c.reason for c in explain("int8_linear", N=8, K=8, device="cuda").candidates}
-                assert answers[WMMA] == answers[TORCH] == "switched off by fp16_fallback(False)"
+                assert answers[WMMA] == answers[TORCH] == "switched off by the caller (fp16_fallback)"
                 with fp16_fallback(True):
                     assert registry.select(problem()).id == WMMA
                     assert registry.select(problem(out_dtype=FP32)).id == EAGER
@@ -378,18 +418,117 @@ def test_gradients_flow_through_int8_linear(on_cpu):
 
 
 @pytest.fixture
-def w4a8_on_cpu(on_cpu):
-    """Twins of core's compositions of w4a8 too, so that the whole chain of a V100 runs on CPU tensors."""
-    composed = [k for op in ("w4a8_linear", "w4a8_scaled_mm") for k in registry.kernels_of(op) if k.id == COMPOSED]
-    twins = [Kernel(k.op, "twin", k.function, lambda p, f: None, 500, "composed-test") for k in composed]
-    assert len(twins) == 2
+def volta_on_cpu(setting):
+    """CPU tensors choose as on a V100 without compiled code: twins of the torch path that ask its policy, and compositions."""
+    facts = simulated_facts("sm_70")
+    twins = [
+        Kernel(k.op, "twin", k.function, lambda p, f, k=k: k.supports(p, facts), 500, "fallback-volta-test")
+        for k in kernels.TORCH_KERNELS
+    ]
+    for op in ("int8_linear", "int8_swiglu_mlp", "w4a8_linear", "w4a8_scaled_mm"):
+        [composed] = [k for k in registry.kernels_of(op) if k.id == COMPOSED]
+        twins.append(
+            Kernel(op, "twin", composed.function, lambda p, f: None, 400, "composed-test", calls=composed.calls)
+        )
     registry.register(*twins)
-    yield on_cpu
+    yield twins[0].id
     registry.unregister(*twins)
 
 
+def arguments_of(op, bits, dtype, out_dtype):
+    """Arguments for a small call of an op of CALLS."""
+    x = torch.randn(5, 64)
+    codes, x_scale = ops.quantize_int8_rowwise(x)
+    if bits == 8:
+        weight, down = (ops.quantize_int8_convrot_weight(torch.randn(n, 64), 64) for n in (128, 24))
+        if op == "int8_swiglu_mlp":
+            return (x.to(dtype), *weight, *down, None, None, out_dtype, 64, 64)
+        return (codes, x_scale, *down, None, out_dtype) if dtype == INT8 else (x.to(dtype), *down, None, out_dtype, 64)
+    weight = ops.quantize_w4a8_weight(torch.randn(24, 64), 16, 64, bits)
+    return (
+        (codes, x_scale, *weight, None, out_dtype, 16)
+        if dtype == INT8
+        else (x.to(dtype), *weight, None, out_dtype, 16, 64)
+    )
+
+
+def gemms(calls):
+    """The kernels that multiplied, of a trace."""
+    return {kernel for name, kernel in calls if name in ("int8_linear", "int8_scaled_mm") and "composed" not in kernel}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=call_id)
+def test_calls_take_the_path_of_the_table(call, volta_on_cpu, setting):
+    """Not explained but called, on CPU tensors with a V100's policy; the bits are the reference's whatever runs."""
+    op, bits, dtype, out_dtype, word, on_volta = call
+    arguments = arguments_of(op, bits, dtype, out_dtype)
+    with use(EAGER):
+        expected = getattr(ops, op)(*arguments)
+    setting(word)
+    registry._selected.clear()  # the variable is read when a kernel is first chosen for a problem
+    with registry.trace() as calls:
+        got = getattr(ops, op)(*arguments)
+    assert_equal(got, expected)
+    assert got.dtype == out_dtype
+    assert gemms(calls) == {volta_on_cpu if on_volta == OURS else EAGER}
+
+
+@pytest.mark.parametrize("word", [None, "0", "fp32"])
+@pytest.mark.parametrize("compiled_graph", [False, True], ids=["eager", "fullgraph"])
+def test_fp16_fallback_of_a_call(word, compiled_graph, volta_on_cpu, setting):
+    """int8_linear(..., fp16_fallback=): goes before the variable and the block, holds for that call alone, in a graph too."""
+    setting(word)
+    registry._selected.clear()
+    x, *rest = arguments_of("int8_linear", 8, BF16, BF16)
+
+    def kernel_of(asked):
+        def call(x):
+            return ops.int8_linear(x, *rest, fp16_fallback=asked)
+
+        torch._dynamo.reset()
+        run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled_graph else call
+        with registry.trace() as calls:
+            assert_equal(run(x), expected)
+        [kernel] = gemms(calls)
+        return kernel
+
+    with use(EAGER):
+        expected = ops.int8_linear(x, *rest)
+    usual = EAGER if word == "0" else volta_on_cpu
+    assert kernel_of(None) == usual
+    assert kernel_of(False) == EAGER
+    assert kernel_of(True) == volta_on_cpu
+    assert kernel_of(None) == usual, "nothing is left behind"
+    with fp16_fallback(False):
+        assert kernel_of(None) == EAGER
+        assert kernel_of(True) == volta_on_cpu
+
+
+def test_fp16_fallback_of_a_call_with_a_gradient(volta_on_cpu):
+    _, *rest = arguments_of("int8_linear", 8, BF16, BF16)
+    for asked, kernel in ((False, EAGER), (None, volta_on_cpu)):
+        x = torch.randn(5, 64, dtype=BF16, requires_grad=True)
+        with registry.trace() as calls:
+            ops.int8_linear(x, *rest, fp16_fallback=asked).sum().backward()
+        assert x.grad.isfinite().all()
+        assert kernel in {name for _, name in calls}
+
+
+def test_fp16_fallback_of_a_call_checks_its_arguments(volta_on_cpu):
+    x, weight, scale, *_ = arguments_of("int8_linear", 8, BF16, BF16)
+    with pytest.raises(UnsupportedError, match="weight must be"):
+        ops.int8_linear(x, weight.float(), scale, fp16_fallback=False)
+    for wrong in ("0", 0, "off"):
+        with pytest.raises(UnsupportedError, match="must be True, False or None"):
+            ops.int8_linear(x, weight, scale, fp16_fallback=wrong)
+        with pytest.raises(UnsupportedError, match="takes True or False"):
+            fp16_fallback(wrong)
+    with pytest.raises(UnsupportedError, match="drop one of the two"):
+        fp16_fallback(False, fp32_activations=True)
+
+
 @pytest.mark.parametrize("bits", [4, 6])
-def test_w4a8_profits(w4a8_on_cpu, bits):
+def test_w4a8_profits(volta_on_cpu, bits):
     """Core's composition decodes the weight and calls int8_scaled_mm, which is ours."""
     x, weight = torch.randn(7, 256).to(BF16), ops.quantize_w4a8_weight(torch.randn(40, 256), 16, 256, bits)
     arguments = (x, *weight, torch.randn(40), None, 16, 256)
@@ -398,4 +537,4 @@ def test_w4a8_profits(w4a8_on_cpu, bits):
     with registry.trace() as calls:
         assert_equal(ops.w4a8_linear(*arguments), expected)
     assert ("decode_w4a8_weight", EAGER) in calls
-    assert calls[-1] == ("int8_scaled_mm", w4a8_on_cpu)
+    assert calls[-1] == ("int8_scaled_mm", volta_on_cpu)

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,84 @@ def test_exact_beyond_int32():
     arguments = (codes, torch.ones(1, 1), codes, torch.ones(1), None, torch.float32)
     assert codes.numel() * 2**14 > 2**31
     assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Calls may read a Proof, as large ones on a GPU do; gives the operands that they made."""
+    made, empty = [], Operand.empty
+    monkeypatch.setattr(
+        torch_path, "can_wait", lambda out, k: torch_path.EXACT_COLUMNS < k <= 2 * torch_path.PROVEN_COLUMNS
+    )
+    monkeypatch.setattr(Operand, "empty", lambda *arguments: made.append(empty(*arguments)) or made[-1])
+    return made
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+@pytest.mark.parametrize("k", [1025, 3072, 8192, 8193, 12_288, 16_384])
+def test_one_gemm_where_norms_show_that_it_is_exact(k, cut, waiting, monkeypatch):
+    if cut:
+        small_chunks(monkeypatch, 400 << 10)
+    m, n = 9, 150
+    codes = torch.randn(m, k).mul_(30).round_().clamp_(-127, 127).to(torch.int8)
+    weight, scale = torch.randn(n, k).mul_(30).round_().clamp_(-127, 127).to(torch.int8), torch.rand(n)
+    for out, residual in ((torch.float32, None), (torch.float16, torch.randn(m, n))):
+        arguments = (codes, torch.rand(m, 1), weight, scale, torch.randn(n), out, residual)
+        assert_equal(torch_path.int8_scaled_mm(*arguments), reference.int8_scaled_mm(*arguments))
+    assert waiting
+    assert all(a.high is None for a in waiting), "codes were cut in two"
+
+
+@pytest.mark.parametrize("code", [127, -127, -128])
+@pytest.mark.parametrize("k", [1100, 8193, 12_288])
+def test_two_gemms_where_norms_do_not_show_it(k, code, waiting):
+    """One large row of x, or of the weight, among small ones is enough; without the second try its sum would be wrong."""
+    codes, weight, _ = extreme_operands(k, code)
+    codes = torch.cat([torch.ones(7, k, dtype=torch.int8), codes])
+    arguments = (codes, torch.ones(10, 1), weight, torch.ones(5), None, torch.float32)
+    exact = (codes.long() @ weight.long().T).float()
+    assert_equal(torch_path.int8_scaled_mm(*arguments), exact)
+    assert [a.high is None for a in waiting] == [True, False], "the proof failed and codes were cut in two"
+
+
+def test_a_proof_that_always_holds_would_be_wrong(waiting, monkeypatch):
+    monkeypatch.setattr(torch_path.Proof, "holds", lambda self: True)
+    codes, weight, exact = extreme_operands(12_288, 127)
+    got = torch_path.int8_scaled_mm(codes, torch.ones(3, 1), weight, torch.ones(5), None, torch.float32)
+    assert not torch.equal(got, exact.float())
+
+
+def test_a_proof_is_about_the_largest_norms_of_each_piece():
+    k = 12_288
+    proof = torch_path.Proof(k)
+    assert proof.columns == 6144
+    rows = torch.full((2, k), 50.0).half()
+    rows[1, 6144:] = 55.0
+    for operand in (0, 1):
+        for first in (0, 6144):
+            proof.see(operand, rows[:, first : first + 6144], first)
+    assert 50 * 50 * 6144 < 2**24 < 55 * 55 * 6144
+    assert not proof.holds()
+    first_alone = torch_path.Proof(6144)
+    for operand in (0, 1):
+        first_alone.see(operand, rows[:, :6144], 0)
+    assert first_alone.holds()
+
+
+@pytest.mark.parametrize(
+    ("changed", "answer"),
+    [
+        ({}, True), ({"is_cuda": False}, False), ({"k": 1024}, False), ({"k": 16_385}, False), ({"m": 100}, False),
+        ({"capturing": True}, False), ({"sync_debug": 1}, False),
+    ],
+)  # fmt: skip
+def test_who_waits_for_the_gpu(changed, answer, monkeypatch):
+    """Large calls alone; never while a graph is captured, nor where synchronizations are reported."""
+    case = {"is_cuda": True, "m": 4096, "k": 3072, "capturing": False, "sync_debug": 0, **changed}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: case["capturing"])
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: case["sync_debug"])
+    out = SimpleNamespace(is_cuda=case["is_cuda"], numel=lambda: case["m"] * 3072)
+    assert torch_path.can_wait(out, case["k"]) is answer
 
 
 def test_slices_are_as_long_as_exactness_allows():
@@ -347,44 +426,58 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("k", [1024, 3072, 5008, 12_288, 40_000])
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "fp16"])
-def test_a_chunk_holds_on_cuda_what_its_plan_reckons(k, codes, monkeypatch):
+@pytest.mark.parametrize("kind", ["codes", "proven", "fp16"])
+def test_a_chunk_holds_on_cuda_what_its_plan_reckons(k, kind, monkeypatch):
     """Without a GPU: tensors of no device, and a product that has fp32 results as cuBLAS's has. No stale slice stays alive."""
     monkeypatch.setattr(torch_path, "_product", lambda a, b: torch.empty(len(a), len(b), device="meta"))
-    rows = max(1, torch_path._OPERAND_BYTES // torch_path.bytes_of_row(k, codes))
-    a, n = Operand.empty(rows, k, codes, "meta"), 9000
-    weight = torch.empty(n, k, dtype=torch.int8, device="meta")
-    gemm = torch_path._GEMM_ELEMENT if k <= a.exact_columns else torch_path._PIECES_ELEMENT
-    plan = choose_plan(rows, n, k, torch_path.Cost(gemm, torch_path._GEMM_ELEMENT, 0, 2))
+    if kind == "proven" and not torch_path.EXACT_COLUMNS < k <= 2 * torch_path.PROVEN_COLUMNS:
+        pytest.skip("nothing to prove")
+    codes, proof = kind != "fp16", torch_path.Proof(k) if kind == "proven" else None
+    rows = max(1, torch_path._OPERAND_BYTES // torch_path.bytes_of_row(k, codes, proof))
+    a, n = Operand.empty(rows, k, codes, "meta", proof), 9000
+    weight, depth = torch.empty(n, k, dtype=torch.int8, device="meta"), torch_path.slice_columns(a, k)
+    sums = torch_path.bytes_of_output(a, k, depth)
+    epilogue = 12 if proof is None and k > a.exact_columns else 4
+    plan = choose_plan(rows, n, torch_path.Cost(sums, epilogue, 0, 2), depth)
     with LiveBytes(a.rows, a.high, weight) as live:
-        torch_path._accumulate(a.part(slice(plan.rows)), weight[: plan.columns], plan.depth)
-    reckoned = gemm * plan.rows * plan.columns + 2 * plan.columns * plan.depth
-    assert 0 < live.most <= reckoned
-    assert reckoned <= torch_path._CHUNK_BYTES
+        torch_path._accumulate(a.part(slice(plan.rows)), weight[: plan.columns], depth)
+    norms = 4 * plan.columns * proof.pieces if proof else 0
+    reckoned = sums * plan.rows * plan.columns + 2 * plan.columns * depth
+    assert 0 < live.most <= reckoned + norms
+    assert max(reckoned, epilogue * plan.rows * plan.columns) <= torch_path._CHUNK_BYTES
 
 
 @pytest.mark.parametrize("held", [(0, 2), (4, 6)], ids=["cuda", "cpu"])
-@pytest.mark.parametrize(("gemm", "epilogue"), [(12, 12), (20, 12), (12, 28), (20, 40)])
+@pytest.mark.parametrize(("gemm", "epilogue"), [(4, 4), (8, 4), (20, 12), (12, 28), (20, 40)])
 def test_plans_fit_and_cover(gemm, epilogue, held):
     sizes, cost = (1, 7, 128, 300, 3072, 4097, 65_536, 1_000_000), torch_path.Cost(gemm, epilogue, *held)
     for m, n, k in itertools.product(sizes, sizes, (1, 64, 3072, 1_000_000)):
-        plan = choose_plan(m, n, k, cost)
+        depth = k if k <= torch_path.SLICE_COLUMNS else torch_path.DEEP_SLICE_COLUMNS
+        plan = choose_plan(m, n, cost, depth)
         outputs = plan.rows * plan.columns
         in_gemm = gemm * outputs + (plan.rows * held[0] + plan.columns * held[1]) * plan.depth
         assert max(in_gemm, epilogue * outputs) <= torch_path._CHUNK_BYTES
         assert 1 <= plan.rows <= m
         assert 1 <= plan.columns <= n
-        assert plan.depth == (k if k <= torch_path.SLICE_COLUMNS else torch_path.DEEP_SLICE_COLUMNS)
+        assert plan.depth == depth
 
 
 def test_chunks_are_whole_tiles_of_nearly_equal_size():
-    on_cuda = torch_path.Cost(12, 12, 0, 2)
-    plan = choose_plan(2048, 12_288, 3072, on_cuda)
+    on_cuda = torch_path.Cost(8, 4, 0, 2)
+    plan = choose_plan(2048, 12_288, on_cuda, 3072)
     assert plan.rows == 2048
     assert plan.columns % 128 == 0
     assert plan.columns >= 1024
-    assert choose_plan(300, 500, 3072, on_cuda) == (300, 500, 3072)
-    assert choose_plan(512, 3072, 12_288, on_cuda) == (512, 3072, 2048), "shorter slices, a wider chunk"
+    assert choose_plan(300, 500, on_cuda, 3072) == (300, 500, 3072)
+    assert choose_plan(1024, 3072, torch_path.Cost(12, 4, 0, 2), 2048).columns == 1536, "shorter slices, a wider chunk"
+
+
+def test_how_many_columns_of_k_a_gemm_has():
+    for k, codes, proof, columns in (
+        (3072, True, None, 3072), (12_288, True, None, 2048), (12_288, False, None, 2048), (4096, False, None, 4096),
+        (3072, True, torch_path.Proof(3072), 3072), (12_288, True, torch_path.Proof(12_288), 6144),
+    ):  # fmt: skip
+        assert torch_path.slice_columns(Operand.empty(1, k, codes, "cpu", proof), k) == columns
 
 
 # --------------------------------------------------------------------------------------------- on a real GPU
@@ -417,6 +510,58 @@ def test_gpu_extreme_codes(code):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("k", [3072, 12_288])
+@pytest.mark.parametrize("extreme", [False, True])
+def test_gpu_large_calls_are_exact_whichever_way_they_go(k, extreme, monkeypatch):
+    """Gaussian codes in one GEMM; with one row of the largest ones the proof fails, and the call is computed again."""
+    m, n = torch_path.PROVEN_FLOPS // (2 * 1024 * k) + 1, 1024
+    answers, holds = [], torch_path.Proof.holds
+    monkeypatch.setattr(torch_path.Proof, "holds", lambda self: answers.append(holds(self)) or answers[-1])
+    codes, weight = (torch.randn(r, k, device="cuda").mul_(30).round_().clamp_(-127, 127) for r in (m, n))
+    if extreme:
+        codes[m // 2], weight[n // 3] = 127, 127
+        codes[m // 2, 5], weight[n // 3, 7] = 2, 1
+    codes, weight = codes.to(torch.int8), weight.to(torch.int8)
+    arguments = (codes, torch.rand(m, 1, device="cuda"), weight, torch.rand(n, device="cuda"), None, torch.float32)
+    expected = reference.int8_scaled_mm(*arguments)
+    assert_equal(torch_path.int8_scaled_mm(*arguments).cpu(), expected.cpu())
+    assert answers == [not extreme]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = torch_path.int8_scaled_mm(*arguments)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_equal(captured.cpu(), expected.cpu())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = torch_path.int8_scaled_mm(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert_equal(got.cpu(), expected.cpu())
+    assert answers == [not extreme], "nothing waits in a graph, nor where waits are errors"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize(("k", "group"), [(3072, 256), (12_288, 256), (3072, 0)])
+def test_gpu_errors_of_both_modes(k, group, dtype):
+    """Against fp64 the INT8 mode errs as the INT8 path; with the same INT8 weight FP16 rows err a quarter of that."""
+    m, n = 1024, 1024
+    x, dense = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda") * 0.02
+    weight, scale = ops.quantize_int8_convrot_weight(dense, group)
+    rotated = hadamard_rotate(x.float(), group).double()
+    same_weight, exact = rotated @ (weight.double() * scale.double()).T, x.double() @ dense.double().T
+    with use("core/eager"):
+        int8 = ops.int8_linear(x, weight, scale, None, torch.float32, group)
+    codes, halves = (
+        ops.int8_linear_fp16(x, weight, scale, None, torch.float32, group, fp16_activations=mode)
+        for mode in (False, True)
+    )
+    assert relative_error(codes, exact) <= 1.01 * relative_error(int8, exact)
+    assert relative_error(halves, same_weight) <= relative_error(codes, same_weight) / 4
+
+
+@pytest.mark.gpu
 def test_gpu_fp16_accumulation_switch():
     settings = torch.backends.cuda.matmul
     x, (weight, scale) = torch.randn(64, 3072, device="cuda"), (t.cuda() for t in weight_of(256, 3072))
@@ -430,14 +575,19 @@ def test_gpu_fp16_accumulation_switch():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("fp16_activations", [False, True])
-def test_gpu_workspace_graph_and_stream(fp16_activations):
-    m, n, k = 8192, 6144, 3072
+@pytest.mark.parametrize(("m", "n", "k"), [(8192, 6144, 3072), (2048, 3072, 12_288), (1024, 1024, 20_480)])
+def test_gpu_workspace_graph_and_stream(m, n, k, fp16_activations, extras):
     weight, scale = (t.cuda() for t in weight_of(n, k))
     x = torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+    bias = torch.randn(n, device="cuda") if extras else None
+    residual = torch.randn(m, n, dtype=torch.bfloat16, device="cuda") if extras else None
 
     def call():
-        return ops.int8_linear_fp16(x, weight, scale, None, None, 256, fp16_activations=fp16_activations)
+        return ops.int8_linear_fp16(
+            x, weight, scale, bias, None, 256, residual=residual, residual_scale=bias, fp16_activations=fp16_activations
+        )
 
     expected = call()
     torch.cuda.synchronize()

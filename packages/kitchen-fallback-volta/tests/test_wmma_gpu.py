@@ -89,8 +89,8 @@ def test_gemm_any_k(k, tile):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("code", [127, -127, -128])
 def test_extreme_codes_at_large_k(code, tile):
-    """Every fp32 sum of 1024 columns is at the end of what fp32 holds; a lost unit anywhere shows."""
-    for k in (1025, 12_288, 131_071):
+    """Fp32 sums are at the end of what fp32 holds; at 130560 and 131008 a flush comes last. A lost unit anywhere shows."""
+    for k in (1025, 12_288, 130_560, 131_008, 131_071):
         codes = torch.full((3, k), code, dtype=torch.int8)
         codes[1, ::5] = 5
         codes[2, 1] = 3

@@ -19,15 +19,16 @@ struct TileConfig {
   static constexpr int kStages = 2;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   // The exchange of sums, in words: all rows of the tile at once where they fit into the stages, else a row of fragments of
-  // each warp.
+  // each warp. Scales of the tile's rows lie behind it.
   static constexpr int kExchangePitch = kTileN + 4;
   static constexpr int kPassFrags = 4 * kWarpsK * kTileM * kExchangePitch <= kSharedBytes ? kFragsM : 1;
   static constexpr int kExchangeBytes = 4 * kWarpsK * 16 * kWarpsM * kPassFrags * kExchangePitch;
-  // Stages after which a warp's sums go to int32: it has then multiplied 1024 columns.
-  static constexpr int kFlushStages = 1024 / (16 * kSteps);
+  // Stages between two flushes of a warp's sums: 1022 columns at most, see Sums.
+  static constexpr int kFlushStages = 1022 / (16 * kSteps);
+  // Fragments are loaded half a step ahead where half a step has products enough to hide that.
+  static constexpr bool kFragmentsAhead = kFragsN % 4 == 0 && kSteps % 2 == 0;
   static_assert(kTileK % 64 == 0 && kSteps * kWarpsK * 16 == kTileK, "whole steps, and rows of an odd number of 16-byte units");
-  static_assert(kFlushStages * kSteps * 16 == 1024, "a flush comes at the end of a stage");
-  static_assert(kExchangeBytes <= kSharedBytes, "the exchange reuses the stages");
+  static_assert(kExchangeBytes + 4 * kTileM <= kSharedBytes, "the exchange and the scales reuse the stages");
 };
 
 using Large = TileConfig<4, 2, 1, 2, 4, 64>;   // 128 x 128, 256 threads, one block an SM by its registers

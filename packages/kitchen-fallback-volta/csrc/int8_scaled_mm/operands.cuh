@@ -97,18 +97,21 @@ struct OperandRows {
     swapped = kChunks > 4 && (chunk & 4);
   }
 
-  // Stages beyond K are zeros.
+  // Stages beyond K are zeros. kWhole: the tile is, and all of the stage lies within K.
+  template <bool kWhole>
   __device__ __forceinline__ void fetch(int k_tile) {
     const int k = k_tile * Config::kTileK + chunk_k;
-    if (whole && (k_tile + 1) * Config::kTileK <= K) {
+    if constexpr (kWhole) {
+      load(k);
+    } else if (whole && (k_tile + 1) * Config::kTileK <= K) {
+      load(k);
+    } else {
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) staged[pass] = Element::load(row + pass * kRowsAtOnce * pitch, k);
-      return;
-    }
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      staged[pass] = pass * kRowsAtOnce < rows_left ? Element::load_checked(row + pass * kRowsAtOnce * pitch, k, K, aligned)
-                                                    : Element::zeros();
+      for (int pass = 0; pass < kPasses; ++pass) {
+        staged[pass] = pass * kRowsAtOnce < rows_left
+                           ? Element::load_checked(row + pass * kRowsAtOnce * pitch, k, K, aligned)
+                           : Element::zeros();
+      }
     }
   }
 
@@ -119,6 +122,12 @@ struct OperandRows {
       *reinterpret_cast<uint4*>(to + 16 * swapped) = Element::half_of(staged[pass], swapped);
       *reinterpret_cast<uint4*>(to + 16 * !swapped) = Element::half_of(staged[pass], !swapped);
     }
+  }
+
+ private:
+  __device__ __forceinline__ void load(int k) {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) staged[pass] = Element::load(row + pass * kRowsAtOnce * pitch, k);
   }
 };
 

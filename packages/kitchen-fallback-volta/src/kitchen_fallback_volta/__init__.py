@@ -1,5 +1,5 @@
 """INT8 linears as FP16 GEMMs on GPUs that have FP16 tensor cores but no INT8 ones."""
 
-from .policy import fp16_fallback
+from kitchen_core.fallback import fp16_fallback
 
 __all__ = ["fp16_fallback"]

@@ -6,32 +6,20 @@ Each answer is None (take it) or the reason in words why not; ``kitchen explain`
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 
 import torch
 
+from kitchen_core import fallback
 from kitchen_core.devices import DeviceFacts
-from kitchen_core.registry import Problem, choose_anew
+from kitchen_core.fallback import FP32_TOO, OFF, ON
+from kitchen_core.registry import Problem
 
 VARIABLE = "KITCHEN_INT8_FP16_FALLBACK"
-OFF, ON, FP32_TOO = "0", "1", "fp32"
-
-_in_block: ContextVar[str] = ContextVar("kitchen_int8_fp16_fallback", default="")
-
-
-def fp16_fallback(allowed: bool, fp32_activations: bool = False) -> AbstractContextManager[None]:
-    """For a ``with`` block in this thread: whether int8_linear and w4a8 may run as FP16 GEMMs. Goes before the variable.
-
-    ``with fp16_fallback(False):`` keeps the block on the INT8 path; ``fp32_activations`` allows it for FP32 ones too.
-    int8_linear_fp16, which is called by name, is not concerned.
-    """
-    return choose_anew(_in_block, OFF if not allowed else FP32_TOO if fp32_activations else ON)
 
 
 def setting() -> str:
     """The user's word, read whenever a kernel is chosen: "0" off, "1" (also unset or empty) on, "fp32" on for FP32 too."""
-    return _in_block.get() or os.environ.get(VARIABLE, "").strip().lower() or ON
+    return fallback.asked() or os.environ.get(VARIABLE, "").strip().lower() or ON
 
 
 def not_cuda(problem: Problem, facts: DeviceFacts) -> str | None:
@@ -55,23 +43,25 @@ def wrong_device(facts: DeviceFacts) -> str | None:
 def _wrong_setting() -> str | None:
     word = setting()
     if word == OFF:
-        return "switched off by fp16_fallback(False)" if _in_block.get() else f"switched off by {VARIABLE}=0"
+        return "switched off by the caller (fp16_fallback)" if fallback.asked() else f"switched off by {VARIABLE}=0"
     if word not in (ON, FP32_TOO):
         return f"{VARIABLE}={word!r} is not one of {OFF}, {ON}, {FP32_TOO}; correct or unset it"
     return None
 
 
+def _wrong_dtype(activations: torch.dtype) -> str | None:
+    if activations == torch.float32 and setting() != FP32_TOO:
+        return f"float32 activations stay on the INT8 path; ask with {VARIABLE}=fp32, or call int8_linear_fp16"
+    return None
+
+
 def linear(problem: Problem, facts: DeviceFacts) -> str | None:
     """For int8_linear: the right device, not switched off, and x not in FP32 (unless asked)."""
-    reason = wrong_device(facts) or _wrong_setting()
-    if reason is None and problem.dtype == torch.float32 and setting() != FP32_TOO:
-        return f"float32 activations stay on the INT8 path; ask with {VARIABLE}=fp32, or call int8_linear_fp16"
-    return reason
+    return wrong_device(facts) or _wrong_setting() or _wrong_dtype(problem.dtype)
 
 
 def scaled_mm(problem: Problem, facts: DeviceFacts) -> str | None:
-    """For int8_scaled_mm, to which w4a8 and w6a8 come: its codes carry no activation dtype, so the output's stands for it."""
-    reason = wrong_device(facts) or _wrong_setting()
-    if reason is None and problem.out_dtype == torch.float32 and setting() != FP32_TOO:
-        return f"a float32 output stands for float32 activations, which stay on the INT8 path; ask with {VARIABLE}=fp32"
-    return reason
+    """For int8_scaled_mm, to which w4a8 and w6a8 come: a composition tells the dtype of its activations, else the output's
+    stands for it.
+    """
+    return wrong_device(facts) or _wrong_setting() or _wrong_dtype(fallback.activation_dtype(problem.out_dtype))

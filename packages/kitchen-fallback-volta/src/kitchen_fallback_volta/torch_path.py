@@ -4,12 +4,18 @@
     y = epilogue(acc)                        scales, bias, residual: the arithmetic of kitchen_core.arithmetic, in fp32
 
 Why the code GEMM is exact. An integer of at most 2048 is exact in fp16, so codes are; a product of two codes is an
-integer of at most 2^14; any partial sum over 1024 columns is an integer of at most 1024 * 128 * 128 = 2^24, and fp32
-holds every such integer: no order of additions can round. Above 1024 columns codes of x are cut in two, code =
-16 * high + low with both parts at most 8 in size, and each part has a GEMM of its own: its products are at most 2^10
-and its sums exact over 16384 columns. low + 16 * high is rounded once to fp32, as an INT32 accumulator is when it is
-converted. Pieces of 16384 columns are added in fp64, exact up to 2^53. (The second GEMM costs less than adding up slices of
-1024 columns, which would take several fp64 passes over the output.)
+integer of at most 2^14, and fp32 holds every integer up to 2^24: no order of additions can round a sum whose parts stay
+within that. There are three ways to know that they do.
+
+- Over 1024 columns any sum of products is at most 1024 * 128 * 128 = 2^24.
+- Above, the sum over any set of columns is at most |a[m]| * |b[n]|, the Euclidean norms. For large problems the GEMM runs
+  over up to PROVEN_COLUMNS columns at a time, while the largest norms are taken; then they are read, once a call, and if
+  their product is beyond 2^24 the next way is taken instead. Two such pieces are added with one rounding. The reading waits
+  for the GPU, so this is not done while a CUDA graph is captured, nor where the user has torch report synchronizations.
+- Codes of x are cut in two, code = 16 * high + low with both parts at most 8 in size, and each part has a GEMM of its own:
+  its products are at most 2^10 and its sums exact over 16384 columns. low + 16 * high is rounded once to fp32, as an INT32
+  accumulator is when it is converted. Pieces of 16384 columns are added in fp64, exact up to 2^53. (The second GEMM costs
+  less than adding up slices of 1024 columns, which would take several fp64 passes over the output.)
 
 The output is cut into chunks [m, n] so that everything alive beside inputs and output stays within WORKSPACE_BYTES.
 """
@@ -28,6 +34,8 @@ from kitchen_core.arithmetic import apply_input_act, fp16_rows, hadamard_rotate,
 WORKSPACE_BYTES = 64 << 20
 EXACT_COLUMNS = 1024  # 1024 * 128 * 128 = 2^24, the last integer up to which fp32 has no gaps
 SPLIT_COLUMNS = 16_384  # the same for products of a part of a code, at most 8, and a code: 16384 * 8 * 128 = 2^24
+PROVEN_COLUMNS = 8192  # of a GEMM whose sums are shown to be exact by the operands' norms; at most two such pieces
+PROVEN_FLOPS = 2**36  # from so many on it is worth a wait for the GPU: as many are saved, 0.8 ms of a V100
 FP16_COLUMNS = 4096  # sums of the fp16-activation mode, which has nothing to keep exact, are fp32 over so many columns
 SLICE_COLUMNS = 4096  # of the weight that are held in fp16 at a time, where it has no more,
 DEEP_SLICE_COLUMNS = (
@@ -42,10 +50,8 @@ _CHUNK_BYTES = WORKSPACE_BYTES - _OPERAND_BYTES
 _PREPARE_ELEMENT = (
     26  # per element of x while it is activated, rotated, quantized and cut eagerly (at most 20 on the CPU)
 )
-_GEMM_ELEMENT = 12  # per output: two fp32 sums and one fp32 partial,
-_PIECES_ELEMENT = 20  # and an fp64 sum, where there are several pieces
-# Per output in an epilogue of scales alone, with a bias, whose FMA goes through fp64, and with a residual, which is as large
-# as the output: off CUDA, where operands of mixed dtypes are converted first.
+# Per output in an epilogue of scales alone, with a bias, whose FMA goes through fp64, and with a residual, which is as large as
+# the output: off CUDA, where operands of mixed dtypes are converted first.
 _SCALE_ELEMENT, _BIAS_ELEMENT, _RESIDUAL_ELEMENT = 20, 28, 40
 _TILE = 128  # chunk sides are multiples of this, where there is room: whole GEMM tiles
 
@@ -72,12 +78,11 @@ class Cost(NamedTuple):
         return max(0, min(left // (rows * self.gemm + depth * self.b), _CHUNK_BYTES // (rows * self.epilogue)))
 
 
-def choose_plan(m: int, n: int, k: int, cost: Cost) -> Plan:
+def choose_plan(m: int, n: int, cost: Cost, depth: int) -> Plan:
     """Large chunks that fit the workspace: all rows of the block, unless the chunk would be tall and narrow.
 
     A slice of the weight is converted for every chunk, so the fewer chunks lie above each other the better.
     """
-    depth = max(1, k if k <= SLICE_COLUMNS else DEEP_SLICE_COLUMNS)
     rows = max(1, m)
     while rows > 1 and cost.columns(rows, depth) < min(n, -(-rows // 4)):
         rows = -(-rows // 2)
@@ -127,20 +132,54 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float().t()
 
 
+class Proof:
+    """The norms of either operand's rows over one or two pieces of K, and whether they show all sums to be exact."""
+
+    def __init__(self, k: int) -> None:
+        self.columns = k if k <= PROVEN_COLUMNS else -(-k // 2)
+        self.pieces = -(-k // self.columns)
+        self.weight_seen = False
+        self._norms = [([], []) for _ in range(self.pieces)]  # of x's codes and of the weight's
+
+    def see(self, operand: int, rows: torch.Tensor, first_column: int) -> None:
+        """fp16 rows of x (operand 0) or of the weight (1), of the piece that begins at a column."""
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        self._norms[first_column // self.columns][operand].append(norms)
+
+    def holds(self) -> bool:
+        """Waits for the GPU. The norms are fp32 sums of at most 2^13 squares: off by less than 2^-10."""
+        products = [torch.cat(x).amax() * torch.cat(weight).amax() for x, weight in self._norms]
+        return bool((torch.stack(products) <= 2.0**24 * (1 - 2.0**-10)).all())
+
+
+def can_wait(out: torch.Tensor, k: int) -> bool:
+    """Whether a call may read a Proof: a large one, outside of CUDA graphs, whose user has nothing against waiting."""
+    return (
+        out.is_cuda
+        and EXACT_COLUMNS < k <= 2 * PROVEN_COLUMNS
+        and 2 * out.numel() * k >= PROVEN_FLOPS
+        and not torch.cuda.is_current_stream_capturing()
+        and torch.cuda.get_sync_debug_mode() == 0
+    )
+
+
 class Operand(NamedTuple):
     """Rows of x as they are multiplied: fp16 [M, K], and where codes are cut in two, their high parts."""
 
     rows: torch.Tensor
     high: torch.Tensor | None
     exact_columns: int  # over so many columns sums may stay in fp32
+    proof: Proof | None = None
 
     def part(self, rows: slice) -> Operand:
         return self._replace(rows=self.rows[rows], high=_cut(self.high, rows))
 
     @classmethod
-    def empty(cls, m: int, k: int, codes: bool, device: torch.device) -> Operand:
+    def empty(cls, m: int, k: int, codes: bool, device: torch.device, proof: Proof | None = None) -> Operand:
         """For codes or for fp16 activations; what it will hold is written by ``fill``."""
         rows = torch.empty(m, k, dtype=torch.float16, device=device)
+        if proof is not None:
+            return cls(rows, None, proof.columns, proof)
         if codes and k > EXACT_COLUMNS:
             return cls(rows, torch.empty_like(rows), SPLIT_COLUMNS)
         return cls(rows, None, EXACT_COLUMNS if codes else FP16_COLUMNS)
@@ -156,9 +195,24 @@ class Operand(NamedTuple):
             low.sub_(high, alpha=16)
 
 
-def bytes_of_row(k: int, codes: bool) -> int:
+def bytes_of_row(k: int, codes: bool, proof: Proof | None = None) -> int:
     """Of an Operand."""
-    return k * (4 if codes and k > EXACT_COLUMNS else 2)
+    return k * (4 if codes and k > EXACT_COLUMNS and proof is None else 2)
+
+
+def slice_columns(a: Operand, k: int) -> int:
+    """Columns of K in a GEMM: all that a proof is about, else as many as leave room for a wide chunk."""
+    if a.proof is not None:
+        return a.proof.columns
+    return max(1, k if k <= SLICE_COLUMNS else DEEP_SLICE_COLUMNS)
+
+
+def bytes_of_output(a: Operand, k: int, depth: int) -> int:
+    """Per output while it is summed: the sums of a piece, a partial one, and what pieces before it came to."""
+    if a.proof is not None:
+        return 4 * a.proof.pieces
+    partial = min(k, a.exact_columns) > depth
+    return 4 * ((1 if a.high is None else 2) + partial) + (8 if k > a.exact_columns else 0)
 
 
 def _accumulate(a: Operand, b: torch.Tensor, depth: int) -> torch.Tensor:
@@ -170,6 +224,9 @@ def _accumulate(a: Operand, b: torch.Tensor, depth: int) -> torch.Tensor:
         low, high = _accumulate_piece(a, b, piece, depth)
         if k <= a.exact_columns:
             return low if high is None else low.add_(high, alpha=16)  # 16 * high is exact: one rounding
+        if a.proof is not None:  # of two pieces: one rounding
+            total = _added(total, low)
+            continue
         total = low.double() if total is None else total.add_(low)
         if high is not None:
             total.add_(high, alpha=16)
@@ -189,6 +246,8 @@ def _accumulate_piece(
     for k in range(piece.start, piece.stop, depth):
         columns = slice(k, min(k + depth, piece.stop))
         narrow = b[:, columns].to(torch.float16)
+        if a.proof is not None and not a.proof.weight_seen:
+            a.proof.see(1, narrow, piece.start)
         low = _added(low, _product(a.rows[:, columns], narrow))
         if a.high is not None:
             high = _added(high, _product(a.high[:, columns], narrow))
@@ -205,10 +264,10 @@ class _Epilogue(NamedTuple):
     residual: torch.Tensor | None  # [M, N]
     residual_scale: torch.Tensor | None  # [N] or [1]
 
-    @property
-    def element_bytes(self) -> int:
+    def element_bytes(self, fp64_sums: bool) -> int:
+        """Per output; on CUDA in place, once the sums are fp32."""
         if self.x_scale.is_cuda:
-            return _GEMM_ELEMENT
+            return 12 if fp64_sums else 4
         if self.residual is not None:
             return _RESIDUAL_ELEMENT
         return _SCALE_ELEMENT if self.bias is None else _BIAS_ELEMENT
@@ -262,9 +321,11 @@ def _pieces(total: int, size: int) -> Iterator[slice]:
 def _multiply(out: torch.Tensor, a: Operand, weight: torch.Tensor, epilogue: _Epilogue) -> None:
     """out [M, N] = epilogue(a [M, K] @ weight.T), chunk by chunk."""
     k = weight.shape[1]
-    gemm = _GEMM_ELEMENT if k <= a.exact_columns else _PIECES_ELEMENT
+    depth = slice_columns(a, k)
+    fp64_sums = a.proof is None and k > a.exact_columns
     held = (0, 2) if weight.is_cuda else (4, 6)  # the weight in fp16; off CUDA both operands in fp32 too
-    plan = choose_plan(*out.shape, k, Cost(gemm, epilogue.element_bytes, *held))
+    cost = Cost(bytes_of_output(a, k, depth), epilogue.element_bytes(fp64_sums), *held)
+    plan = choose_plan(*out.shape, cost, depth)
     for columns in _pieces(out.shape[1], plan.columns):
         b, of_columns = weight[columns], epilogue.columns(columns)
         for rows in _pieces(out.shape[0], plan.rows):
@@ -353,18 +414,35 @@ def _blocks(
         return
     n, k = weight.shape
     out = out.view(-1, n)
-    m = len(out)
-    residual = None if residual is None else residual.reshape(m, n)
-    weight_scale, residual_scale = _flat(weight_scale), _flat(residual_scale)
-    at_once = _even(m, max(1, _OPERAND_BYTES // max(1, bytes_of_row(k, codes))))
+    residual = None if residual is None else residual.reshape(len(out), n)
+    epilogue = (weight, _flat(weight_scale), bias, residual, _flat(residual_scale))
+    if codes and can_wait(out, k):
+        proof = Proof(k)
+        _block_by_block(out, prepare, codes, prepare_bytes, *epilogue, proof)
+        if proof.holds():
+            return
+    _block_by_block(out, prepare, codes, prepare_bytes, *epilogue)
+
+
+def _block_by_block(
+    out, prepare, codes, prepare_bytes, weight, weight_scale, bias, residual, residual_scale,
+    proof: Proof | None = None,
+) -> None:  # fmt: skip
+    m, k = len(out), weight.shape[1]
+    at_once = _even(m, max(1, _OPERAND_BYTES // max(1, bytes_of_row(k, codes, proof))))
     piece = max(1, _PREPARE_BYTES // max(1, prepare_bytes))
     for block in _pieces(m, at_once):
         size = block.stop - block.start
-        a = Operand.empty(size, k, codes, out.device)
+        a = Operand.empty(size, k, codes, out.device, proof)
         x_scale = torch.empty(size, 1, dtype=torch.float32, device=out.device)
         for part in _pieces(size, piece):
             values, x_scale[part] = prepare(slice(block.start + part.start, block.start + part.stop))
             a.fill(part, values)
             del values
+        if proof is not None:
+            for columns in _pieces(k, proof.columns):
+                proof.see(0, a.rows[:, columns], columns.start)
         _multiply(out[block], a, weight, _Epilogue(x_scale, weight_scale, bias, _cut(residual, block), residual_scale))
+        if proof is not None:
+            proof.weight_seen = True  # every block multiplies all of it
         del a
