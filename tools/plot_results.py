@@ -10,13 +10,15 @@ Needs matplotlib. The files are the same whenever the results are: no dates, no 
   case and part, and for comfy-kitchen where it was measured. Shapes whose N or K is no multiple of 8 are left out: bf16 has no
   fast kernel for them.
 - ``quantize.svg``: share of the floor (a copy of the same bytes) by case, for each K.
-- ``int8_sweep.svg``: time over every M up to 300.
+- ``int8_sweep.svg`` and ``awq_sweep.svg``: time over M up to 300.
+- ``end_to_end.svg``: whole models by format: quality, time of a step, memory, and a decode step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -109,7 +111,11 @@ def plot_sweep(found: dict, family: str) -> plt.Figure:
     """Time over M, a panel for each shape."""
     figure, axes = plt.subplots(1, len(found["rows"]), figsize=(4.5 * len(found["rows"]), 3.4))
     for axis, row in zip(axes, found["rows"], strict=True):
-        for column, label in (("us", "int8_linear"), ("bf16_us", "bf16 F.linear"), ("ck_us", "comfy-kitchen")):
+        for column, label in (
+            ("us", f"{family.removesuffix('_sweep')}_linear"),
+            ("bf16_us", "bf16 F.linear"),
+            ("ck_us", "comfy-kitchen"),
+        ):
             if row[column][0] is not None:
                 axis.plot(row["M"], row[column], linewidth=1, label=label)
         changes = [m for m, a, b in zip(row["M"][1:], row["kernel"], row["kernel"][1:], strict=False) if a != b]
@@ -124,8 +130,61 @@ def plot_sweep(found: dict, family: str) -> plt.Figure:
     return figure
 
 
-SPECIAL = {"quantize": plot_quantize, "int8_sweep": plot_sweep}
-NOT_PLOTTED = ("accuracy", "gpu_check", "host_time")
+def draw_bars(axis, rows: list[dict], columns: dict[str, str], scale: float, what: str) -> None:
+    """A group of bars for each format, one for each column that was measured."""
+    shown = {column: label for column, label in columns.items() if any(row.get(column) is not None for row in rows)}
+    width = 0.8 / len(shown)
+    for place, (column, label) in enumerate(shown.items()):
+        heights = [math.nan if row.get(column) is None else row[column] / scale for row in rows]
+        at = [i + (place - (len(shown) - 1) / 2) * width for i in range(len(rows))]
+        colour = "0.6" if label.startswith("bf16") else "black" if label.startswith("comfy") else f"C{place}"
+        bars = axis.bar(at, heights, width, label=label, color=colour, alpha=0.6 if "fused" in label else 1.0)
+        axis.bar_label(bars, [f"{h:.3g}" for h in heights], fontsize=5, rotation=90, padding=2)
+    axis.set_xticks(range(len(rows)), [row["case"] for row in rows])
+    axis.margins(y=0.22)
+    axis.set_ylabel(what)
+    axis.grid(axis="x", visible=False)
+    axis.legend(fontsize=6, ncols=2)
+
+
+def draw_speeds(axis, rows: list[dict], columns: dict[str, str], what: str) -> None:
+    """Bars of bf16's time over each column's."""
+    speeds = [
+        {"case": row["case"], **{column: row["bf16_us"] / row[column] for column in columns if row.get(column)}}
+        for row in rows
+    ]
+    draw_bars(axis, speeds, columns, 1, what)
+    axis.axhline(1, color="black", linewidth=0.8)
+
+
+def plot_end_to_end(found: dict, family: str) -> plt.Figure:
+    """Quality and time of the image model, its memory, and the decode step."""
+    image, decode = ([r for r in found["rows"] if r["model"] == model] for model in ("image", "decode"))
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7))
+    quality = {
+        "psnr_dequantized": "to the dequantized weights", "psnr_dequantized_ck": "comfy-kitchen, to the same",
+        "psnr_original": "to the original", "psnr_original_ck": "comfy-kitchen, to the original",
+    }  # fmt: skip
+    draw_bars(axes[0][0], image, quality, 1, "image: PSNR, dB")
+    axes[0][0].axhline(image[0]["psnr_bf16_to_fp32"], color="gray", linewidth=0.8, linestyle=":")
+    draw_speeds(axes[0][1], image, {"us": "kitchen", "ck_us": "comfy-kitchen"}, "image: times bf16")
+    memory = [
+        {"case": row["case"], **{f"total{of}": row[f"weight_bytes{b}"] + row[f"working_bytes{of}"]
+                                 for of, b in (("", ""), ("_ck", ""), ("_bf16", "_bf16")) if f"working_bytes{of}" in row}}
+        for row in image
+    ]  # fmt: skip
+    names = {"total": "kitchen", "total_ck": "comfy-kitchen", "total_bf16": "bf16"}
+    draw_bars(axes[1][0], memory, names, 2**30, "image: weights and working memory, GiB")
+    forms = {
+        "us": "kitchen", "fused_us": "kitchen, fused", "ck_us": "comfy-kitchen", "ck_fused_us": "comfy-kitchen, fused",
+    }  # fmt: skip
+    draw_speeds(axes[1][1], decode, forms, "decode step: times bf16")
+    figure.suptitle(f"{family}: {source_line(found)} (dotted: bf16 to fp32)", fontsize=9)
+    return figure
+
+
+SPECIAL = {"quantize": plot_quantize, "int8_sweep": plot_sweep, "awq_sweep": plot_sweep, "end_to_end": plot_end_to_end}
+NOT_PLOTTED = ("accuracy", "gpu_check", "host_time", "tensor_parallel")
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tables in docs/kernels made from the recorded results, between the markers that name them.
+"""Tables in docs made from the recorded results, between the markers that name them.
 
     python tools/results_tables.py            say which pages are out of date
     python tools/results_tables.py --write    write them
@@ -7,7 +7,8 @@
 A page holds ``<!-- table NAME -->`` and, after the table, ``<!-- end -->``. Names: ``int8 CASE`` (means over the announced
 shapes by M), ``int8 CASE PART shapes`` (each shape by M), ``int8 CASE PART few`` (M of at most 64), ``svdquant RANK`` and
 ``awq GROUP`` (means over the shapes by M), both with ``shapes`` behind (each shape by M), ``swiglu`` (means over the announced
-shapes), ``swiglu HxI`` (one hidden and intermediate width), ``quantize`` (shares of the floor), ``accuracy``, ``host_time``.
+shapes), ``swiglu HxI`` (one hidden and intermediate width), ``quantize`` (shares of the floor), ``accuracy``, ``host_time``,
+``end_to_end PART`` (image, quality, memory, decode, errors) and ``tensor_parallel`` (each format).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import benchlib
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200"
-PAGES = ROOT / "docs/kernels"
+FAMILIES = {"swiglu": "int8_swiglu"}  # the first word of a table, and its results where they are not named alike
+PAGES = ROOT / "docs"
 MARKED = re.compile(r"<!-- table ([^>]+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -214,6 +216,61 @@ def swiglu_shape(shape: str) -> str:
     return markdown(["M", *forms.values(), "first GEMM", "bf16 GEMM and product", "kernels"], lines)
 
 
+def number(value: float | None, shown: str, unit: float = 1.0) -> str:
+    """A number in units, or a dash where it was not measured."""
+    return "–" if value is None else format(value / unit, shown)
+
+
+def linears_alone(row: dict, column: str) -> str:
+    """How many times bf16, with the time of what is no linear taken off both."""
+    rest = row.get("rest_us")
+    return "–" if rest is None else f"{(row['bf16_us'] - rest) / (row[column] - rest):.2f}"
+
+
+WHOLE_MODELS = {
+    "image": "format|step, ms|comfy-kitchen|bf16|all but the linears|times bf16|of the linears alone",
+    "quality": "format|to dequantized, dB|comfy-kitchen|to the original, dB|comfy-kitchen",
+    "memory": "format|weights, GiB|bf16|working memory, MiB|comfy-kitchen|bf16",
+    "decode": "format|us|fused|comfy-kitchen|fused|bf16|all but the linears|times bf16|fused|of the linears alone",
+    "errors": "format|kitchen|fused|comfy-kitchen|fused",
+}
+
+
+def end_to_end(part: str) -> str:
+    """By format: time, quality and memory of the image model; time and errors of the decode step."""
+    rows = [r for r in load("end_to_end") if r["model"] == ("decode" if part in ("decode", "errors") else "image")]
+    lines = []
+    for r in rows:
+        if part == "image":
+            cells = [number(r.get(k), ".2f", 1e3) for k in ("us", "ck_us", "bf16_us", "rest_us")]
+            cells += [f"{r['bf16_us'] / r['us']:.2f}", linears_alone(r, "us")]
+        elif part == "quality":
+            names = ("psnr_dequantized", "psnr_dequantized_ck", "psnr_original", "psnr_original_ck")
+            cells = [number(r.get(k), ".1f") for k in names]
+        elif part == "memory":
+            cells = [number(r[k], ".2f", 2**30) for k in ("weight_bytes", "weight_bytes_bf16")]
+            cells += [number(r.get(f"working_bytes{of}"), ".0f", 2**20) for of in ("", "_ck", "_bf16")]
+        elif part == "decode":
+            cells = [number(r.get(k), ".0f") for k in ("us", "fused_us", "ck_us", "ck_fused_us", "bf16_us", "rest_us")]
+            cells += [*[f"{r['bf16_us'] / r[k]:.2f}" for k in ("us", "fused_us")], linears_alone(r, "us")]
+        else:
+            cells = [number(r.get(f"rel_dequantized{of}"), ".4f") for of in ("", "_fused", "_ck", "_ck_fused")]
+        lines.append([r["case"], *cells])
+    return markdown(WHOLE_MODELS[part].split("|"), lines)
+
+
+def tensor_parallel() -> str:
+    """By format and rows: bits, errors and times on one device and on all."""
+    head = "format|M|outputs bit-equal|error of one device|inputs divided|sum in bf16|one device, us|all|sum in bf16"
+    lines = [
+        [r["case"], str(r["M"]), "yes" if r["colwise_bit_equal"] else f"no, by {r['colwise_rel_difference']:.1e}",
+         *[number(r.get(k), ".5f") for k in ("err_one", "err_rowwise", "err_bf16_sum")],
+         *[number(r.get(k), ".1f") for k in ("us_one", "us", "us_bf16_sum")]]
+        for r in load("tensor_parallel")
+    ]  # fmt: skip
+    return markdown(head.split("|"), lines)
+
+
 def table(name: str) -> str:
     """The table that a marker asks for."""
     words = name.split()
@@ -227,6 +284,10 @@ def table(name: str) -> str:
         return awq_shapes(int(words[1])) if words[-1] == "shapes" else awq_means(int(words[1]))
     if words[0] == "swiglu":
         return swiglu_shape(words[1]) if words[1:] else swiglu_means()
+    if words[0] == "end_to_end":
+        return end_to_end(words[1])
+    if words[0] == "tensor_parallel":
+        return tensor_parallel()
     return {"quantize": quantize_shares, "accuracy": accuracy, "host_time": host_time}[name]()
 
 
@@ -234,7 +295,8 @@ def written(text: str) -> str:
     """A page with its tables made anew; a table whose results have not been recorded stays as it is."""
 
     def remade(match: re.Match) -> str:
-        if not (RESULTS / f"{match[1].split()[0]}.json").exists():
+        family = match[1].split()[0]
+        if not (RESULTS / f"{FAMILIES.get(family, family)}.json").exists():
             return match[0]
         return f"<!-- table {match[1]} -->\n{table(match[1])}<!-- end -->"
 
@@ -245,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    old = [page for page in sorted(PAGES.glob("*.md")) if written(page.read_text()) != page.read_text()]
+    old = [page for page in sorted(PAGES.rglob("*.md")) if written(page.read_text()) != page.read_text()]
     for page in old:
         print(f"{page.relative_to(ROOT)}: {'written' if args.write else 'out of date'}")
         if args.write:

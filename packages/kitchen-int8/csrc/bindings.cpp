@@ -148,8 +148,8 @@ int8::portable::LinearPlan portable_plan(const PortablePlan& plan) {
 // What every INT8 GEMM is given.
 int8::Int8GemmParams gemm_params(int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale,
                                  int b_scale_stride, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
-                                 int residual_scale_stride, uintptr_t out, int out_type) {
-  host::require(bias_type >= 0 && bias_type <= 2 && out_type >= 0 && out_type <= 2, "int8_gemm: unknown dtype");
+                                 int residual_scale_type, int residual_scale_stride, uintptr_t out, int out_type) {
+  for (const int type : {bias_type, residual_scale_type, out_type}) host::require(type >= 0 && type <= 2, "int8_gemm: unknown dtype");
   int8::Int8GemmParams p = {};
   p.M = M;
   p.N = N;
@@ -160,9 +160,10 @@ int8::Int8GemmParams gemm_params(int64_t M, int64_t N, int64_t K, uintptr_t a, u
   p.b_scale = pointer<const float>(b_scale);
   p.bias = pointer<const void>(bias);
   p.residual = pointer<const void>(residual);
-  p.residual_scale = pointer<const float>(residual_scale);
+  p.residual_scale = pointer<const void>(residual_scale);
   p.out = pointer<void>(out);
   p.bias_type = static_cast<DType>(bias_type);
+  p.residual_scale_type = static_cast<DType>(residual_scale_type);
   p.out_type = static_cast<DType>(out_type);
   p.b_scale_stride = b_scale_stride;
   p.residual_scale_stride = residual_scale_stride;
@@ -175,11 +176,11 @@ void bind_portable_gemm(py::module_& m, const char* name, Gemm gemm) {
       name,
       [gemm](int64_t M, int64_t N, int64_t K, uintptr_t a, int64_t a_pitch, uintptr_t a_scale, uintptr_t b, int64_t b_pitch,
              uintptr_t b_scale, int b_scale_stride, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
-             int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const PortablePlan& plan, int device,
-             uintptr_t stream) {
+             int residual_scale_type, int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace,
+             const PortablePlan& plan, int device, uintptr_t stream) {
         int8::portable::Operands operands = {};
         operands.gemm = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
-                                    residual_scale_stride, out, out_type);
+                                    residual_scale_type, residual_scale_stride, out, out_type);
         operands.a_pitch = a_pitch;
         operands.b_pitch = b_pitch;
         operands.partials = pointer<int32_t>(workspace);
@@ -187,8 +188,8 @@ void bind_portable_gemm(py::module_& m, const char* name, Gemm gemm) {
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_pitch"), py::arg("a_scale"), py::arg("b"), py::arg("b_pitch"),
       py::arg("b_scale"), py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"),
-      py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("workspace"),
-      py::arg("plan"), py::arg("device"), py::arg("stream"), "workspace: as many bytes as the plan says; 0 where it says 0.");
+      py::arg("residual_scale"), py::arg("residual_scale_type"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"),
+      py::arg("workspace"), py::arg("plan"), py::arg("device"), py::arg("stream"), "workspace: as many bytes as the plan says; 0 where it says 0.");
 }
 
 void bind_portable_gemms(py::module_& m) {
@@ -219,23 +220,34 @@ void bind_portable_gemms(py::module_& m) {
 #endif
 }
 
-#ifdef KITCHEN_HAVE_SM80
-void bind_decode_gemm(py::module_& m) {
+// A GEMM on rows without gaps, aligned to 16 bytes, K a multiple of 16: gemm(params, plan or none, device, stream).
+template <class Plan, class Gemm>
+void bind_packed_gemm(py::module_& m, const char* name, const char* plan_members, Gemm gemm) {
+  const std::string doc = std::string("Rows contiguous, 16-byte aligned, K a multiple of 16. plan: ") + plan_members + "; None chooses.";
   m.def(
-      "int8_decode",
-      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
-         uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out,
-         int out_type, const std::optional<std::pair<int, int>>& plan, int device, uintptr_t stream) {
+      name,
+      [gemm](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
+             uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_type,
+             int residual_scale_stride, uintptr_t out, int out_type, const std::optional<Plan>& plan, int device, uintptr_t stream) {
         const auto p = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
-                                   residual_scale_stride, out, out_type);
-        int8::DecodePlan forced = {};
-        if (plan) forced = {plan->first, plan->second};
-        int8::int8_decode(p, nullptr, plan ? &forced : nullptr, device, reinterpret_cast<cudaStream_t>(stream));
+                                   residual_scale_type, residual_scale_stride, out, out_type);
+        gemm(p, plan, device, reinterpret_cast<cudaStream_t>(stream));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
       py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"),
-      py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"), py::arg("device"), py::arg("stream"),
-      "1 to 64 rows, contiguous, 16-byte aligned, K a multiple of 16. plan: (variant, splits), None chooses.");
+      py::arg("residual_scale_type"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"),
+      py::arg("device"), py::arg("stream"), doc.c_str());
+}
+
+#ifdef KITCHEN_HAVE_SM80
+void bind_decode_gemm(py::module_& m) {
+  using Plan = std::pair<int, int>;  // of DecodePlan's members
+  bind_packed_gemm<Plan>(m, "int8_decode", "(variant, splits), for 1 to 64 rows",
+                         [](const int8::Int8GemmParams& p, const std::optional<Plan>& plan, int device, cudaStream_t stream) {
+                           int8::DecodePlan forced = {};
+                           if (plan) forced = {plan->first, plan->second};
+                           int8::int8_decode(p, nullptr, plan ? &forced : nullptr, device, stream);
+                         });
 }
 #endif
 
@@ -247,30 +259,22 @@ int8::FewRowsPlan few_rows_plan(const FewRowsPlan& plan) {
 }
 
 void bind_decode_sm90(py::module_& m) {
-  m.def(
-      "int8_decode_sm90",
-      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
-         uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out,
-         int out_type, const std::optional<FewRowsPlan>& plan, int device, uintptr_t stream) {
-        const auto p = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
-                                   residual_scale_stride, out, out_type);
-        const auto chosen = plan ? few_rows_plan(*plan) : int8::choose_few_rows_plan({M, N, K}, device);
-        int8::int8_few_rows(p, chosen, device, reinterpret_cast<cudaStream_t>(stream));
-      },
-      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
-      py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"),
-      py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"), py::arg("device"), py::arg("stream"),
-      "1 to 64 rows, contiguous, 16-byte aligned, K a multiple of 16. plan: (through_shared, variant, splits), None chooses.");
+  bind_packed_gemm<FewRowsPlan>(
+      m, "int8_decode_sm90", "(through_shared, variant, splits), for 1 to 16 rows",
+      [](const int8::Int8GemmParams& p, const std::optional<FewRowsPlan>& plan, int device, cudaStream_t stream) {
+        const auto chosen = plan ? few_rows_plan(*plan) : int8::choose_few_rows_plan({p.M, p.N, p.K}, device);
+        int8::int8_few_rows(p, chosen, device, stream);
+      });
   m.def(
       "int8_linear_sm90",
       [](uintptr_t x, int64_t x_row_stride, int dtype, int group, int act, uintptr_t act_weight, int act_weight_dtype, float act_eps,
          int64_t M, int64_t N, int64_t K, uintptr_t b, uintptr_t b_scale, int b_scale_stride, uintptr_t bias, int bias_type,
-         uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace,
-         const std::optional<FewRowsPlan>& plan, int device, uintptr_t stream) {
+         uintptr_t residual, uintptr_t residual_scale, int residual_scale_type, int residual_scale_stride, uintptr_t out, int out_type,
+         uintptr_t workspace, const std::optional<FewRowsPlan>& plan, int device, uintptr_t stream) {
         const uintptr_t scales = workspace + M * K;
         auto quantizer = quantize_params(x, x_row_stride, dtype, workspace, scales, M, K, group, act, act_weight, act_weight_dtype, act_eps, 0);
         auto gemm = gemm_params(M, N, K, workspace, scales, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
-                                residual_scale_stride, out, out_type);
+                                residual_scale_type, residual_scale_stride, out, out_type);
         // Each waits for the kernel in front before it reads or writes, weights apart, and lets the next start only then.
         quantizer.programmatic_launch = gemm.programmatic_launch = gemm.weights_early = true;
         int8::quantize_int8_rowwise(quantizer, nullptr, device, reinterpret_cast<cudaStream_t>(stream));
@@ -294,22 +298,14 @@ using HopperPlan = std::tuple<int, int, int>;           // of SwigluPlan's membe
 using HopperGemmPlan = std::tuple<int, int, int, int>;  // of LinearPlan's members
 
 void bind_hopper_gemm(py::module_& m) {
-  m.def(
-      "int8_gemm_sm90",
-      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_stride,
-         uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out,
-         int out_type, const std::optional<HopperGemmPlan>& plan, int device, uintptr_t stream) {
-        const auto p = gemm_params(M, N, K, a, a_scale, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
-                                   residual_scale_stride, out, out_type);
+  bind_packed_gemm<HopperGemmPlan>(
+      m, "int8_gemm_sm90", "(variant, grid, raster_group, splits), 0 for the usual",
+      [](const int8::Int8GemmParams& p, const std::optional<HopperGemmPlan>& plan, int device, cudaStream_t stream) {
         int8::LinearPlan forced = {};
         if (plan) forced = {std::get<0>(*plan), std::get<1>(*plan), std::get<2>(*plan), std::get<3>(*plan)};
         host::DeviceGuard guard(device);
-        int8::int8_gemm_sm90(p, reinterpret_cast<cudaStream_t>(stream), plan ? &forced : nullptr);
-      },
-      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
-      py::arg("b_scale_stride"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"),
-      py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("plan"), py::arg("device"), py::arg("stream"),
-      "Rows contiguous, 16-byte aligned, K a multiple of 16. plan: (variant, grid, raster_group, splits), 0 for the usual; None chooses.");
+        int8::int8_gemm_sm90(p, stream, plan ? &forced : nullptr);
+      });
   m.def("int8_gemm_sm90_plan", [](int64_t M, int64_t N, int64_t K, int sm_count, bool residual) {
     const auto plan = int8::choose_plan({M, N, K, sm_count, residual});
     return std::make_pair(HopperGemmPlan(plan.variant, plan.grid, plan.raster_group, plan.splits), int8::describe({M, N, K, sm_count, residual}, plan));

@@ -7,12 +7,14 @@ product of the codes, which is exact.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kitchen_core import explain, ops, trace, use
+from kitchen_core.arithmetic import hadamard_rotate
 from kitchen_core.errors import UnsupportedError
 from kitchen_core.reference import int8 as reference
 from kitchen_core.testing import FLOAT_DTYPES, assert_close, assert_equal, expect_kernel, quantization_bound, tolerance
@@ -329,21 +331,99 @@ def test_results_of_more_than_2_to_31_elements(kernel, M):
     check_large(kernel, M, 2**31 // M // 8 * 8 + 8 * 1000, 32, 14)
 
 
-@pytest.mark.parametrize("rows", [65_536 * 16 + 3, 2**31 // 3072 + 5])
-def test_whole_linear_of_very_many_rows(rows):
-    """Quantizer and GEMM together, over 2^31 activations in the second case."""
-    N, K = 24, 3072 if rows < 2**20 else 48
-    if torch.cuda.mem_get_info()[0] < 12 * GIB:
-        pytest.skip("needs 12 GB of free GPU memory")
+def check_linear_samples(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, group: int, y: torch.Tensor
+) -> None:
+    """Sampled rows of y: equal to the reference to the bit, and within the derived bound of float64."""
+    some = ends_and_some(x.shape[0])
+    columns = ends_and_some(weight.shape[0], 256)
+    x, y, weight, scale = x[some].cpu(), y[some][:, columns].cpu(), weight[columns].cpu(), scale[columns].cpu()
+    assert_equal(y, ops.int8_linear(x, weight, scale, None, None, group))
+    dense, h = weight.double() * scale.double(), hadamard_rotate(x.double(), group)
+    _, x_scale = ops.quantize_and_rotate_rowwise(x, group)
+    # What a column may hold after the rotation, 1/sqrt(group) of its group's sum; each stage of four rounds three additions.
+    spread = (
+        x.double().abs().unflatten(1, (-1, group)).sum(-1, keepdim=True).expand(-1, -1, group).flatten(1) / group**0.5
+    )
+    rounded = 3 * math.log(group, 4) * 2.0**-24 * (1 + 2.0**-20)
+    t = tolerance(y.dtype, x.shape[1], "int8_tensorwise")
+    bound = quantization_bound(x_scale, dense) * (1 + 2.0**-20) + (t.accumulation + rounded) * (spread @ dense.abs().T)
+    assert_close(y, h @ dense.T, relative=t.relative, absolute=bound)
+
+
+@pytest.mark.parametrize(
+    ("rows", "N", "K"), [(65_536 * 16 + 3, 24, 48), (2**31 // 3072 + 5, 24, 3072), (70_001, 30_720, 64)]
+)
+def test_whole_linear_of_very_many_rows(rows, N, K):
+    """Quantizer and GEMM together: over 2^31 activations in the second case, over 2^31 results in the third."""
+    if torch.cuda.mem_get_info()[0] < 14 * GIB:
+        pytest.skip("needs 14 GB of free GPU memory")
     weight, scale = (t.cuda() for t in layer(N, K, 16))
     x = torch.empty(rows, K, dtype=torch.bfloat16, device="cuda").normal_()
     x[rows // 2] = 0
     whole = "int8/sm90" if torch.cuda.get_device_capability() == (9, 0) else "core/composed"
     with expect_kernel("int8_linear", whole):
         y = ops.int8_linear(x, weight, scale, None, None, 16)
-    some = ends_and_some(rows)
-    assert_equal(y[some].cpu(), ops.int8_linear(x[some].cpu(), weight.cpu(), scale.cpu(), None, None, 16))
+    check_linear_samples(x, weight, scale, 16, y)
     assert (y[rows // 2] == 0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------- two devices
+
+
+@pytest.mark.parametrize("kernel", GEMMS)
+@pytest.mark.parametrize("M", [5, 300])
+def test_second_device_while_the_first_is_current(kernel, M):
+    """Work of both in turn, on the default and on a side stream of the second: it goes where the tensors are."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    N, K = 264, 1024
+    skip_unless_it_runs(kernel, M, N, K)
+    first = [torch.randn(M, K).bfloat16().cuda(), *(t.cuda() for t in layer(N, K, 256)), torch.randn(N).cuda()]
+    second = [t.to("cuda:1") for t in first]
+    want = ops.int8_linear(*[t.cpu() for t in first], None, 256)
+    stream = torch.cuda.Stream("cuda:1")
+    stream.wait_stream(torch.cuda.current_stream(1))
+    with linear_on(kernel):
+        for _ in range(3):
+            here, there = (ops.int8_linear(*arguments, None, 256) for arguments in (first, second))
+            assert there.device == torch.device("cuda:1")
+            assert_equal(there.cpu(), want)
+            assert_equal(here.cpu(), want)
+            with torch.cuda.stream(stream):  # makes the second device current
+                aside = ops.int8_linear(*second, None, 256)
+                back = ops.int8_linear(*first, None, 256)  # and now the first is the other one
+            assert torch.cuda.current_device() == 0
+            stream.synchronize()
+            assert_equal(aside.cpu(), want)
+            assert_equal(back.cpu(), want)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_every_op_on_the_second_device(dtype):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(5, 256).to(dtype)
+    dense, down = torch.randn(32, 256).to(dtype), torch.randn(16, 16).to(dtype)
+
+    def results(device: str) -> list[torch.Tensor]:
+        codes, scale = ops.quantize_int8_convrot_weight(dense.to(device), 64)
+        there = x.to(device)
+        return [
+            codes, scale, *ops.quantize_int8_tensorwise(there), *ops.quantize_int8_rowwise(there),
+            *ops.quantize_and_rotate_rowwise(there, 64, "gelu_tanh"), ops.dequantize_int8(codes, scale, dtype, 64),
+            ops.dequantize_int8_embedding(codes, scale, torch.tensor([1, 2], device=device), dtype, 64),
+            ops.int8_linear(there, codes, scale, None, None, 64),
+            ops.int8_swiglu_mlp(
+                there, codes, scale, *ops.quantize_int8_convrot_weight(down.to(device), 16), convrot_groupsize=64,
+                down_convrot_groupsize=16,
+            ),
+        ]  # fmt: skip
+
+    for i, (there, here) in enumerate(zip(results("cuda:1"), results("cuda:0"), strict=True)):
+        assert there.device == torch.device("cuda:1")
+        assert_equal(there.cpu(), here.cpu(), f"result {i}")
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

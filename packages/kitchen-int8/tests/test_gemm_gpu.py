@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kitchen_core import ops, trace, use
+from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.reference.int8 import int8_scaled_mm as reference
 from kitchen_core.testing import assert_equal, expect_kernel
 from kitchen_int8 import _gemm
@@ -21,7 +22,7 @@ PORTABLE = ("int8/sm80", "int8/sm75")
 KERNELS = (*PORTABLE, "int8/sm90")
 HOPPER_VARIANTS = 10  # tiles of int8_gemm/sm90/int8_gemm.cu
 HOPPER_SPLITS = (7, 8, 9)  # K over a cluster
-HOPPER_COPIES_RESIDUAL = (1,)  # takes a residual only through the copy engine
+HOPPER_COPIES_RESIDUAL = (1, 3)  # take a residual only through the copy engine
 PATHS = {"int8/sm80": _gemm.SM80, "int8/sm75": _gemm.SM75}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 M_VALUES = (1, 2, 7, 16, 17, 33, 64, 97, 300, 1000)
@@ -108,6 +109,25 @@ def test_residual_of_another_dtype_is_not_rounded(kernel, residual_dtype):
     check(kernel, arguments)
 
 
+@pytest.mark.parametrize("kernel", [*KERNELS, "int8/decode", "int8/decode_sm90"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_residual_scale_of_every_dtype_is_read_in_place(kernel, dtype):
+    """No cast in front: a call launches what it launches without a scale."""
+    most = {"int8/decode": 64, "int8/decode_sm90": 16}.get(kernel, 300)
+    for M, N in ((37, 136), (9, 133), (300, 264)):
+        if most < M:
+            continue
+        arguments = problem(M, N, 384, torch.bfloat16, residual=True)
+        for count in (1, N):
+            arguments[7] = random_floats(count, dtype=dtype)
+            check(kernel, arguments)
+            with use(kernel), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                ops.int8_scaled_mm(*arguments)
+            launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+            assert launched
+            assert all("kitchen" in name for name in launched), launched
+
+
 @pytest.mark.parametrize("kernel", PORTABLE)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_every_plan(kernel, aligned):
@@ -157,18 +177,39 @@ def test_every_hopper_variant(variant):
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-@pytest.mark.parametrize("variant", [8, 9])
-def test_split_tiles_repeat_their_bits_from_every_row_count(variant):
-    arguments = problem(290, 520, 1040, bias=torch.bfloat16)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("variant", HOPPER_SPLITS)
+def test_split_tiles_repeat_their_bits_from_every_row_count(variant, residual):
+    """Tiles that are not full: in boxes of 16 or 64 rows, the last ones moved back over the others."""
+    arguments = problem(290, 520, 1040, bias=torch.bfloat16, residual=residual, scale="columns" if residual else None)
     want = expected(arguments)
-    codes, scale = arguments[0], arguments[1]
-    for M in (1, 15, 16, 17, 63, 64, 65, 100, 112, 113, 120, 127, 128, 129, 144, 191, 192, 255, 256, 257, 290):
-        arguments[0], arguments[1] = codes[:M], scale[:M]
+    codes, scale, added = arguments[0], arguments[1], arguments[6]
+    for M in (1, 15, 16, 17, 33, 48, 63, 64, 65, 100, 112, 113, 120, 127, 128, 129, 144, 191, 192, 255, 256, 257, 290):
+        arguments[0], arguments[1], arguments[6] = codes[:M], scale[:M], added[:M] if residual else None
         for splits in (1, 2, 3, 4):
             out = _gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, splits))
             assert torch.equal(out, want[:M]), (M, splits)
     for _ in range(20):
         assert torch.equal(_gemm.hopper_scaled_mm(*arguments, plan=(variant, 0, 0, 3)), want)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("variant", range(HOPPER_VARIANTS))
+def test_a_residual_under_the_output_is_added_once(variant):
+    """Tiles that overlap store some results twice, which must not happen where the residual is the output itself."""
+    for M, N in ((97, 264), (300, 520)):
+        arguments = problem(M, N, 384, residual=True, scale="columns")
+        want = expected(arguments)
+        out = arguments[6].clone()
+        operands = _gemm.gather(*arguments[:5], out, arguments[7]).arguments
+        del operands["a_pitch"], operands["b_pitch"]
+        EXTENSION.module.int8_gemm_sm90(
+            **operands, out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype], plan=(variant, 0, 0, 0), device=0,
+            stream=torch.cuda.current_stream().cuda_stream,
+        )  # fmt: skip
+        assert_equal(out, want, f"variant {variant} at M={M}")
 
 
 @pytest.mark.skipif(

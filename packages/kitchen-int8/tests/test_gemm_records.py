@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
 from kitchen_int8._extension import EXTENSION
@@ -88,7 +89,7 @@ def test_any_width_is_taken(built, K):
 
 
 def hopper_answers(arch: str, op: str, **changes) -> dict[str, str | None]:
-    asked = {"M": 64, "N": 3072, "K": 3072, "out_dtype": torch.bfloat16} | changes
+    asked = {"M": 16, "N": 3072, "K": 3072, "out_dtype": torch.bfloat16} | changes
     problem = Problem(op, torch.device("cuda"), torch.bfloat16, **asked)
     records = [k for k in provider.kernels if k.op == op and k.name in ("decode_sm90", "sm90")]
     assert [k.priority for k in records] == sorted((k.priority for k in records), reverse=True)
@@ -100,9 +101,9 @@ def test_few_rows_on_hopper(built, op):
     built(*RELEASE)
     both = {"int8/decode_sm90": None, "int8/sm90": None}
     assert hopper_answers("sm_90", op) == both
-    found = hopper_answers("sm_90", op, M=65)
+    found = hopper_answers("sm_90", op, M=17)
     assert found["int8/sm90"] is None
-    assert "for M of at most 64, the call has 65" in found["int8/decode_sm90"]
+    assert "for M of at most 16, the call has 17" in found["int8/decode_sm90"]
     for changes, words in (
         ({"K": 3080}, "multiple of 16"),
         ({"K": 131_072}, "131071"),
@@ -118,3 +119,19 @@ def test_the_whole_linear_asks_for_what_its_quantizer_asks(built):
     assert set(hopper_answers("sm_90", "int8_linear", K=4096, rotation=4096).values()) == {None}
     found = hopper_answers("sm_90", "int8_linear", K=16384, rotation=16384)
     assert all("rotates groups of at most 4096" in (reason or "") for reason in found.values())
+
+
+def test_explain_says_that_rows_are_loose_and_chooses_as_if_they_were_not():
+    """Kernels that want rows packed copy loose ones at every call, and say so once; ``explain`` shows it beforehand."""
+    x, scale = torch.zeros(3, 256), torch.ones(72)
+    weight = torch.zeros(72, 256, dtype=torch.int8)
+    wide = torch.zeros(72, 600, dtype=torch.int8)
+    offset = torch.zeros(72 * 256 + 3, dtype=torch.int8)[3:].view(72, 256)
+    packed = explain("int8_linear", x, weight, scale)
+    assert "loose" not in str(packed)
+    for loose in (wide[:, 5:261], offset, weight.t().contiguous().t()):
+        found = explain("int8_linear", x, loose, scale)
+        assert "loose_weight" in str(found)
+        assert [c.reason for c in found.candidates] == [c.reason for c in packed.candidates]
+    codes = torch.zeros(3, 512, dtype=torch.int8)[:, ::2]
+    assert "loose_codes" in str(explain("int8_scaled_mm", codes, torch.ones(3, 1), weight, scale))

@@ -75,7 +75,8 @@ __device__ __forceinline__ bool holds_column(const QuantizeParams& p, int column
   return C::kExact || column < p.K;
 }
 
-// x: the lane's first column of tile 0 in this row; `column` its number.
+// x: the lane's first column of tile 0 in this row; `column` its number. Plain loads, not __ldg: in a programmatic launch the kernel in
+// front may still be writing x when this grid starts, and the read-only path is for what no one writes while a grid lives.
 template <class C>
 __device__ __forceinline__ void load_tiles(RawTile<C> (&raw)[C::kTiles], const QuantizeParams& p, const typename C::T* x, int column) {
 #pragma unroll
@@ -83,11 +84,11 @@ __device__ __forceinline__ void load_tiles(RawTile<C> (&raw)[C::kTiles], const Q
     if (!holds_column<C>(p, column + t * kTileColumns)) continue;
     const uint4* first = reinterpret_cast<const uint4*>(x + t * kTileColumns);
 #pragma unroll
-    for (int i = 0; i < C::kLoads; ++i) raw[t].first[i] = __ldg(first + i);
+    for (int i = 0; i < C::kLoads; ++i) raw[t].first[i] = first[i];
     if (reads_pair<C>(p)) {
       const uint4* second = reinterpret_cast<const uint4*>(x + t * kTileColumns + p.K);
 #pragma unroll
-      for (int i = 0; i < (C::kPair ? C::kLoads : 1); ++i) raw[t].second[i] = __ldg(second + i);
+      for (int i = 0; i < (C::kPair ? C::kLoads : 1); ++i) raw[t].second[i] = second[i];
     }
   }
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,30 @@ class Operands(NamedTuple):
     keep: tuple[torch.Tensor | None, ...]
 
 
-def scaled_mm(
-    path: int,
+def scaled_mm(path: int, *arguments, plan: Plan | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """int8_scaled_mm on a portable path. ``plan`` forces one, and ``out`` gives the memory (tests and measurements only)."""
+    return _scaled_mm(partial(_launch_portable, path), plan, out, *arguments)
+
+
+def hopper_scaled_mm(*arguments, plan: HopperPlan | None = None) -> torch.Tensor:
+    """int8_scaled_mm by TMA and wgmma; with fewer tiles than SMs, K is split over clusters."""
+    return _scaled_mm(partial(_launch_packed, "int8_gemm_sm90"), plan, None, *arguments)
+
+
+def decode_scaled_mm(*arguments, plan: tuple[int, int] | None = None) -> torch.Tensor:
+    """int8_scaled_mm for few rows of x: weights stream through registers, K is split over a cluster."""
+    return _scaled_mm(partial(_launch_packed, "int8_decode"), plan, None, *arguments)
+
+
+def decode_sm90_scaled_mm(*arguments, plan: DecodePlan | None = None) -> torch.Tensor:
+    """int8_scaled_mm for few rows of x on Hopper: weights stream through registers, or by TMA through shared memory."""
+    return _scaled_mm(partial(_launch_packed, "int8_decode_sm90"), plan, None, *arguments)
+
+
+def _scaled_mm(
+    launch: Callable[..., None],
+    plan: tuple[int, ...] | None,
+    out: torch.Tensor | None,
     codes: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
@@ -56,77 +79,58 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
-    plan: Plan | None = None,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """int8_scaled_mm on a portable path. ``plan`` forces one, and ``out`` gives the memory (tests and measurements only)."""
-    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
-        y = scaled_mm(path, codes, x_scale, weight, weight_scale, bias, torch.float32, plan=plan)
-        scale = None if residual_scale is None else residual_scale.reshape(-1)
-        return add_residual(y, residual, scale).to(out_dtype)
+    """What all GEMMs have in common: ``launch(plan, out, operands)`` computes into ``out``, which is made here if not given."""
+    if residual is not None and residual.dtype != out_dtype:
+        y = _scaled_mm(launch, plan, None, codes, x_scale, weight, weight_scale, bias, torch.float32)
+        return add_other_residual(y, residual, residual_scale, out_dtype)
     if out is None:
         out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    if out.numel() == 0:
-        return out
+    if out.numel() > 0:
+        launch(plan, out, codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
+    return out
+
+
+def add_other_residual(
+    y: torch.Tensor, residual: torch.Tensor, residual_scale: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Rare: the kernels add a residual of the output's dtype alone. ``y`` is float32, and rounded once, here."""
+    scale = None if residual_scale is None else residual_scale.reshape(-1)
+    return add_residual(y, residual, scale).to(out_dtype)
+
+
+def _launch_portable(path: int, plan: Plan | None, out: torch.Tensor, codes: torch.Tensor, *rest) -> None:
+    """Rows at any distance, of any alignment; many rows that are not aligned are copied first."""
     copy = plan is None and codes.numel() >= COPY_ROWS[path] * codes.shape[-1]
-    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale, align=copy)
+    operands = gather(codes, *rest, align=copy)
     answer = plan_of(path, operands.M, operands.N, operands.K, operands.aligned, codes.device.index, plan)
     workspace = None
     if answer.workspace_bytes:
         workspace = torch.empty(answer.workspace_bytes, dtype=torch.uint8, device=codes.device)
     launch = EXTENSION.module.int8_gemm_sm80 if path == SM80 else EXTENSION.module.int8_gemm_sm75
     launch(
-        **operands.arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype],
-        workspace=0 if workspace is None else workspace.data_ptr(), plan=answer.plan, device=codes.device.index,
-        stream=current_stream(codes.device.index),
+        **operands.arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype], workspace=pointer(workspace),
+        plan=answer.plan, device=codes.device.index, stream=current_stream(codes.device.index),
     )  # fmt: skip
-    return out
 
 
-def hopper_scaled_mm(*arguments, plan: HopperPlan | None = None) -> torch.Tensor:
-    """int8_scaled_mm by TMA and wgmma; with fewer tiles than SMs, K is split over clusters."""
-    return _packed_rows_mm("int8_gemm_sm90", *arguments, plan=plan)
-
-
-def decode_scaled_mm(*arguments, plan: tuple[int, int] | None = None) -> torch.Tensor:
-    """int8_scaled_mm for few rows of x: weights stream through registers, K is split over a cluster."""
-    return _packed_rows_mm("int8_decode", *arguments, plan=plan)
-
-
-def decode_sm90_scaled_mm(*arguments, plan: DecodePlan | None = None) -> torch.Tensor:
-    """int8_scaled_mm for few rows of x on Hopper: weights stream through registers, or by TMA through shared memory."""
-    return _packed_rows_mm("int8_decode_sm90", *arguments, plan=plan)
-
-
-def _packed_rows_mm(
-    launch: str,
+def _launch_packed(
+    name: str,
+    plan: tuple[int, ...] | None,
+    out: torch.Tensor,
     codes: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale,
     weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    residual: torch.Tensor | None = None,
-    residual_scale: torch.Tensor | None = None,
-    plan: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """For the kernels that want rows without gaps, aligned to 16 bytes; others are copied."""
-    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
-        y = _packed_rows_mm(launch, codes, x_scale, weight, weight_scale, bias, torch.float32, plan=plan)
-        scale = None if residual_scale is None else residual_scale.reshape(-1)
-        return add_residual(y, residual, scale).to(out_dtype)
-    out = codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype)
-    if out.numel() == 0:
-        return out
+    *rest,
+) -> None:
+    """For the kernels that want rows without gaps, aligned to 16 bytes; others are copied, which is said once."""
     codes, weight = packed_rows(codes.reshape(-1, codes.shape[-1])), packed_rows(weight)
-    operands = gather(codes, x_scale, weight, weight_scale, bias, residual, residual_scale)
-    arguments = operands.arguments
+    arguments = gather(codes, x_scale, weight, *rest).arguments
     del arguments["a_pitch"], arguments["b_pitch"]
-    getattr(EXTENSION.module, launch)(
-        **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out_dtype], plan=plan, device=codes.device.index,
+    getattr(EXTENSION.module, name)(
+        **arguments, out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype], plan=plan, device=codes.device.index,
         stream=current_stream(codes.device.index),
     )  # fmt: skip
-    return out
 
 
 def packed_rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -161,13 +165,13 @@ def gather(
     a_scale, b_scale = x_scale.reshape(-1).contiguous(), weight_scale.reshape(-1).contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    if residual_scale is not None:
-        residual_scale = residual_scale.reshape(-1).float().contiguous()
+    residual_scale = None if residual_scale is None else residual_scale.reshape(-1).contiguous()
     arguments = {
         "M": M, "N": N, "K": K, "a": a.data_ptr(), "a_pitch": a_pitch, "a_scale": a_scale.data_ptr(),
         "b": b.data_ptr(), "b_pitch": b_pitch, "b_scale": b_scale.data_ptr(), "b_scale_stride": _stride(b_scale),
         "bias": pointer(bias), "bias_type": 0 if bias is None else DTYPE_CODES[bias.dtype],
         "residual": pointer(residual), "residual_scale": pointer(residual_scale),
+        "residual_scale_type": 0 if residual_scale is None else DTYPE_CODES[residual_scale.dtype],
         "residual_scale_stride": 0 if residual_scale is None else _stride(residual_scale),
     }  # fmt: skip
     aligned = (arguments["a"] | arguments["b"] | a_pitch | b_pitch) % 16 == 0

@@ -6,11 +6,10 @@ from functools import lru_cache
 
 import torch
 
-from kitchen_core.arithmetic import add_residual
-from kitchen_core.launch import DTYPE_CODES, current_stream
+from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 
 from ._extension import EXTENSION
-from ._gemm import DecodePlan, packed_rows
+from ._gemm import DecodePlan, add_other_residual, packed_rows
 from ._quantize import ACT_CODES
 
 
@@ -40,13 +39,12 @@ def _linear(
 ) -> torch.Tensor:
     """Codes and scales of x live in a workspace of this call."""
     out_dtype = out_dtype or x.dtype
-    if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
+    if residual is not None and residual.dtype != out_dtype:
         y = _linear(
             few_rows, x, weight, weight_scale, bias, torch.float32, convrot_groupsize, input_act, input_act_weight,
             input_act_eps,
         )  # fmt: skip
-        scale = None if residual_scale is None else residual_scale.reshape(-1)
-        return add_residual(y, residual, scale).to(out_dtype)
+        return add_other_residual(y, residual, residual_scale, out_dtype)
     N, K = weight.shape
     out = x.new_empty((*x.shape[:-1], N), dtype=out_dtype)
     if out.numel() == 0:
@@ -58,7 +56,7 @@ def _linear(
     weight = packed_rows(weight)
     weight_scale = weight_scale.contiguous()
     workspace = x.new_empty((K + 4) * M, dtype=torch.uint8)  # codes, then scales: K is a multiple of 16
-    act_weight = act_weight_type = bias_type = 0
+    act_weight = act_weight_type = bias_type = residual_scale_type = 0
     if input_act == "rms_norm":
         input_act_weight = input_act_weight.contiguous()
         act_weight, act_weight_type = input_act_weight.data_ptr(), DTYPE_CODES[input_act_weight.dtype]
@@ -68,14 +66,15 @@ def _linear(
     if residual is not None:
         residual = residual.contiguous()
         if residual_scale is not None:
-            residual_scale = residual_scale.reshape(-1).float().contiguous()
+            residual_scale = residual_scale.reshape(-1).contiguous()
+            residual_scale_type = DTYPE_CODES[residual_scale.dtype]
     EXTENSION.module.int8_linear_sm90(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], convrot_groupsize, ACT_CODES[input_act], act_weight,
         act_weight_type, input_act_eps, M, N, K, weight.data_ptr(), weight_scale.data_ptr(),
-        0 if weight_scale.numel() == 1 else 1, 0 if bias is None else bias.data_ptr(), bias_type,
-        0 if residual is None else residual.data_ptr(), 0 if residual_scale is None else residual_scale.data_ptr(),
-        0 if residual_scale is None or residual_scale.numel() == 1 else 1, out.data_ptr(), DTYPE_CODES[out_dtype],
-        workspace.data_ptr(), decode_plan(M, N, K, index) if few_rows else None, index, current_stream(index),
+        0 if weight_scale.numel() == 1 else 1, pointer(bias), bias_type, pointer(residual), pointer(residual_scale),
+        residual_scale_type, 0 if residual_scale is None or residual_scale.numel() == 1 else 1, out.data_ptr(),
+        DTYPE_CODES[out_dtype], workspace.data_ptr(), decode_plan(M, N, K, index) if few_rows else None, index,
+        current_stream(index),
     )  # fmt: skip
     return out
 

@@ -290,7 +290,7 @@ def _projections(module: nn.Module, names: Names) -> tuple[Projection, Projectio
     if isinstance(activation, nn.Module) and _is_hooked(activation):
         return f"{names.activation} has forward hooks, which one op for the whole MLP would skip"
     found = []
-    for name in names.layers:
+    for name in (names.gate, names.up, names.down):  # torch 2.10 cannot trace a property of a named tuple
         layer = module.get_submodule(name)
         projection = _projection(name, layer)
         if isinstance(projection, str):

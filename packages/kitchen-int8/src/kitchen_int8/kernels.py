@@ -13,7 +13,9 @@ from . import _dequantize, _gemm, _linear, _quantize, _swiglu, _tensorwise
 from ._extension import EXTENSION
 
 DECODE_SM90_PRIORITY, FEW_ROWS_PRIORITY, CUDA_PRIORITY = 120, 110, 100
-DECODE_ROWS, FEW_ROWS = 64, 16
+# Rows of x up to which a kernel serves. With more than 16, int8/sm90 is faster than int8/decode_sm90 was, by 4 to 7% in the
+# mean over shapes: one H200, 2026-11-30, docs/kernels/int8_decode.md.
+DECODE_SM90_ROWS, DECODE_ROWS, FEW_ROWS = 16, 64, 16
 DECODE_PRIORITY = 60  # runs where it is forced: measured on an H200 alone, where int8/decode_sm90 uses it
 SM80_PRIORITY, SM75_PRIORITY = 80, 70  # the portable GEMMs: below kernels of one chip, above other packages' fallbacks
 MAX_ROWS = 2**30  # of x and of the weight
@@ -101,8 +103,8 @@ def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
 
 
 def _decode_sm90_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    if problem.M > DECODE_ROWS:
-        return f"for M of at most {DECODE_ROWS}, the call has {problem.M}"
+    if problem.M > DECODE_SM90_ROWS:
+        return f"for M of at most {DECODE_SM90_ROWS}, the call has {problem.M}"
     return _hopper_gemm_supports(problem, facts)
 
 

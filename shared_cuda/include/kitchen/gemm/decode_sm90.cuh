@@ -1,6 +1,6 @@
-// Skeleton of the kernels for few tokens on Hopper, M = 1..64: out^T[N, M] = W[N, K] * x^T[K, M], limited by reading W once.
+// Skeleton of the kernels for few tokens on Hopper, M = 1..16: out^T[N, M] = W[N, K] * x^T[K, M], limited by reading W once.
 //
-// Weight rows are the m=64 side of wgmma, tokens the n=8..64 side, both from shared memory as the copy engine puts them there.
+// Weight rows are the m=64 side of wgmma, tokens the n=8 or 16 side, both from shared memory as the copy engine puts them there.
 //
 //   block    kWarpgroups * 64 weight rows x all tokens x one piece of K; pieces of a tile are the blocks of a cluster, 1 to 8
 //   producer one thread of the last warp: a ring of stages, 128 bytes of K each; weights of the first round are on their way before
@@ -17,8 +17,6 @@
 #include <cstdint>
 
 #include "kitchen/ptx/cluster.h"
-#include "kitchen/ptx/cluster_copy.h"
-#include "kitchen/ptx/fence.h"
 #include "kitchen/ptx/griddep.h"
 #include "kitchen/ptx/mbarrier.h"
 #include "kitchen/ptx/store_async.h"
@@ -53,8 +51,7 @@ struct Config {
   // What the cluster sends lies apart from the ring only where that costs no stage; else it waits until all blocks are done.
   static constexpr bool kReceivesInRing = kTokens > 8;
   static constexpr int kRingBytes = kStages * (kWeightBytes + kTokenBytes);
-  static constexpr bool kSendsCopies = kTokens > 16;
-  static constexpr int kSentRow = 4 * (kSendsCopies ? kSumPitch : kRows);  // bytes of a token
+  static constexpr int kSentRow = 4 * kRows;  // bytes of a token
   static constexpr int kReceivedAt = kReceivesInRing ? (kSumBytes + 127) / 128 * 128 : kRingBytes;
   static_assert(kSumBytes <= kRingBytes, "the sums take the place of the ring");
   static_assert(!kReceivesInRing || kReceivedAt + kReceivedBytes <= kRingBytes, "so does what the cluster sends");
@@ -70,8 +67,8 @@ struct Problem {
 
 template <class Epilogue>
 struct KernelParams {
-  // [N, K] in boxes of [kRows, 128] and [M, K] in boxes of [M, 128], swizzled by 128 bytes. Not [kTokens, 128]: filling 31 rows
-  // beyond the matrix with zeros made M=33 slower than M=64 (14.2 and 12.2 us at 3072x9216; H200, 2026-11-30).
+  // [N, K] in boxes of [kRows, 128] and [M, K] in boxes of [M, 128], swizzled by 128 bytes. Not [kTokens, 128]: filling rows beyond
+  // the matrix takes the copy engine longer than copying as many.
   CUtensorMap weights, tokens;
   Problem problem;
   typename Epilogue::Params epilogue;
@@ -181,9 +178,9 @@ __device__ __forceinline__ int arrival(const Problem& problem, int from, int to)
   return (from < to ? from : from - 1) * problem.tokens_each * Config::kSumPitch;
 }
 
-// Few sums: straight to where they are finished, 16 bytes a thread. `each` tokens a block make the owner a short search.
+// Straight to where they are finished, 16 bytes a thread. `each` tokens a block make the owner a short search.
 template <class Config>
-__device__ __forceinline__ void send_quads(const int* sums, int* received, uint64_t* barrier, const Problem& problem, int rank) {
+__device__ __forceinline__ void send_sums(const int* sums, int* received, uint64_t* barrier, const Problem& problem, int rank) {
   constexpr int kQuads = Config::kRows / kColumns;
 #pragma unroll 1
   for (int quad = static_cast<int>(threadIdx.x); quad < problem.M * kQuads; quad += Config::kThreads) {
@@ -196,24 +193,13 @@ __device__ __forceinline__ void send_quads(const int* sums, int* received, uint6
   }
 }
 
-// Many: one thread a receiver starts a copy of the sums of its tokens, all rows of the tile.
-template <class Config>
-__device__ __forceinline__ void send_copies(const int* sums, int* received, uint64_t* barrier, const Problem& problem, int rank) {
-  const int to = static_cast<int>(threadIdx.x);
-  if (to >= problem.splits || to == rank) return;
-  const OwnedTokens owned = {problem.M, problem.tokens_each};
-  const int bytes = (owned.end(to) - owned.first(to)) * Config::kSumPitch * 4;
-  if (bytes == 0) return;
-  ptx::copy_to_cluster(received + arrival<Config>(problem, rank, to), sums + owned.first(to) * Config::kSumPitch, bytes, barrier, to);
-}
-
 // The tokens of this block: summed over the cluster, and handed to epilogue.store(token, sums of four columns). A thread has the same
 // columns in every token. int32 sums are exact: the order decides no bit.
 template <class Config, class Epilogue>
 __device__ __forceinline__ void finish(const int* sums, const int* received, const Problem& problem, int rank,
                                        const Epilogue& epilogue) {
   constexpr int kQuads = Config::kRows / kColumns, kStep = Config::kConsumers / kQuads;
-  constexpr int kAtOnce = Config::kTokens >= 4 * kStep ? 4 : Config::kTokens / kStep;
+  constexpr int kAtOnce = Config::kTokens / kStep;
   const OwnedTokens owned = {problem.M, problem.tokens_each};
   const int first = owned.first(rank), end = owned.end(rank), column = static_cast<int>(threadIdx.x) % kQuads * kColumns;
 #pragma unroll 1
@@ -285,28 +271,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
   // After this block's loads: the next kernel's blocks need no place before.
   ptx::griddep_launch();
   __syncthreads();  // all have read their stages: the sums take their place
+  // Relaxed is enough. What the others will overwrite was written here by the copy engine and read by wgmma alone; both are complete,
+  // not merely issued: a consumer passes mbarrier_wait and wgmma_wait<0> before that barrier. No write of a thread of this block is
+  // to be seen by another block (the barrier `received` was published by its own fence), so there is nothing to release; releasing
+  // costs a MEMBAR.ALL.GPU. The same reason frees a stage that a pair shares (mbarrier.h, mbarrier_arrive_cluster).
   if (Config::kReceivesInRing && problem.splits > 1) ptx::cluster_arrive_relaxed();
   int* const own = reinterpret_cast<int*>(ring);
   int* const received = reinterpret_cast<int*>(ring + Config::kReceivedAt);
-  if (consumer) {
-    store_sums<Config>(own, sums, problem.M);
-    if (Config::kSendsCopies && problem.splits > 1) ptx::fence_async_proxy();
-  }
+  if (consumer) store_sums<Config>(own, sums, problem.M);
   if (problem.splits > 1) ptx::cluster_wait();
   __syncthreads();
   if (problem.splits > 1) {
-    if constexpr (Config::kSendsCopies) {
-      send_copies<Config>(own, received, &barriers.received, problem, rank);
-    } else {
-      send_quads<Config>(own, received, &barriers.received, problem, rank);
-    }
+    send_sums<Config>(own, received, &barriers.received, problem, rank);
     ptx::receive_wait(&barriers.received);
-    __syncwarp();
-    if (Config::kSendsCopies) ptx::cluster_arrive_relaxed();  // what the others sent has come
   }
   if (consumer) finish<Config>(own, received, problem, rank, epilogue);
-  __syncwarp();
-  if (Config::kSendsCopies && problem.splits > 1) ptx::cluster_wait();  // and what this block sent has gone
 }
 
 }  // namespace kitchen::gemm::decode_sm90

@@ -48,16 +48,37 @@ struct SplitStorage {
   uint64_t received[kWarps];  // the parts of a warp's chunks
 };
 
+// How a tile that is not full is copied. Each box costs the copying thread 30 ns a stage, and filling rows beyond the last takes longer
+// than copying as many. So all rows up to 64 are one box; more are two of 64, the second one ending with the last row, where rows that
+// both hold may be stored twice (`overlap`); and else boxes of 16. Counted on the host: blocks have nothing else to do meanwhile.
+struct FewRows {
+  int box;         // rows
+  int per_box;     // groups of 16 rows that begin in a box
+  int groups;      // in all, where there is one tile of rows; 0: each tile counts its own
+  int copied;      // rows that they are copied with
+  int back;        // by how many rows the second box is moved back
+  int last_group;  // where the last group of 16 rows may begin
+
+  static FewRows of(int64_t rows, bool overlap) {
+    constexpr int kAnywhere = 1 << 30;
+    const int M = static_cast<int>(rows), last = overlap && M >= 16 ? M - 16 : kAnywhere;
+    if (M <= 64) return {M, 4, (M + 15) / 16, M, 0, kAnywhere};
+    if (M < 128 && overlap) return {64, 4, 8, 128, 128 - M, last};
+    return {16, 1, 0, 0, 0, last};
+  }
+};
+
 struct SplitProblem {
   int k_stages;  // K in stages, rounded up; at least one a split, and fewer than 2^13
   int M, N;
   int early_stages;  // this and the next as in Problem
   bool overlap;
+  FewRows few;
 };
 
 template <class EpilogueParams>
 struct SplitParams {
-  CUtensorMap a, a_few, b;  // a: in boxes of a tile's rows; a_few: in boxes of 16
+  CUtensorMap a, a_few, b;  // a: in boxes of a tile's rows; a_few: of few.box
   SplitProblem problem;
   EpilogueParams epilogue;
 };
@@ -65,27 +86,27 @@ struct SplitParams {
 // The work of one block: grid (splits, tiles_m, tiles_n), a cluster along x.
 template <class Config>
 struct SplitWork {
+  const FewRows& few;
   int split, splits, first_stage, stages, row, column;
-  int groups;      // of 16 rows with a row below M: one a warp
-  int last_group;  // where it may begin
+  int groups;      // of 16 rows: one a warp
   int reciprocal;  // 2^16 / splits, rounded up: a division takes a hundred cycles in which nothing else happens yet
 
-  __device__ __forceinline__ explicit SplitWork(const SplitProblem& p) {
+  __device__ __forceinline__ explicit SplitWork(const SplitProblem& p) : few(p.few) {
     split = blockIdx.x, splits = gridDim.x;
     reciprocal = splits == 1 ? 65536 : splits == 2 ? 32768 : splits == 3 ? 21846 : 16384;
     first_stage = per_split(p.k_stages * split);
     stages = per_split(p.k_stages * (split + 1)) - first_stage;
     row = tile_begin(blockIdx.y, Config::kTileM, p.M, p.overlap);
     column = tile_begin(blockIdx.z, Config::kTileN, p.N, p.overlap);
-    groups = min(Config::kTileM / 16, (p.M - row + 15) / 16);
-    last_group = p.overlap && p.M >= 16 ? p.M - 16 : 1 << 30;
+    groups = few.groups > 0 ? few.groups : min(Config::kTileM / 16, (p.M - row + 15) / 16);
   }
-  // The first row of a group: the last one is moved back, too.
-  __device__ __forceinline__ int row_of(int group) const { return min(row + 16 * group, last_group); }
+  // The first row of a group: the last ones are moved back, too.
+  __device__ __forceinline__ int row_of(int group) const {
+    return min(row + 16 * group - (group & 4 ? few.back : 0), few.last_group);
+  }
   // Whether one box of a tile's rows holds all groups.
   __device__ __forceinline__ bool whole() const {
-    constexpr int kGroups = Config::kTileM / 16;
-    return groups == kGroups && row_of(kGroups - 1) == row + 16 * (kGroups - 1);
+    return few.groups == 0 && groups == Config::kTileM / 16 && row + Config::kTileM - 16 <= few.last_group;
   }
   // value / splits, for values below 2^15
   __device__ __forceinline__ int per_split(int value) const { return value * reciprocal >> 16; }
@@ -96,8 +117,10 @@ __device__ __forceinline__ void produce_split(Shared& shared, const CUtensorMap&
                                               const CUtensorMap& b, int early_stages, const SplitWork<Config>& work) {
   constexpr int kStageK = kStageBytesK / sizeof(typename Mma::Element);
   const int ahead = min(Shared::kStages, min(early_stages, work.stages));
+  const int rows_of_a = work.few.groups > 0 ? work.few.copied : 16 * work.groups;
+  const bool whole = work.whole();
   const auto start_stage = [&](int stage, int k) {
-    ptx::mbarrier_arrive_expect(&shared.full[stage], work.groups * 16 * kStageBytesK + Config::kBytesB);
+    ptx::mbarrier_arrive_expect(&shared.full[stage], rows_of_a * kStageBytesK + Config::kBytesB);
     load_b<Config>(shared, stage, b, k, work.column, 0, 0);
   };
   int k = work.first_stage * kStageK;
@@ -108,10 +131,10 @@ __device__ __forceinline__ void produce_split(Shared& shared, const CUtensorMap&
   for (int stage = 0; stage < work.stages; ++stage, at.advance(), k += kStageK) {
     if (stage >= Shared::kStages) ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
     if (stage >= ahead) start_stage(at.stage, k);
-    if (work.whole()) {
+    if (whole) {
       load_a<Config>(shared, at.stage, a, k, work.row, 0, 1);
-    } else {  // filling rows beyond the last takes longer than copying as many, and nobody needs them
-      for (int group = 0; group < work.groups; ++group) {
+    } else {
+      for (int group = 0; group < work.groups; group += work.few.per_box) {
         uint8_t* const rows = &shared.a[at.stage][group * 16 * kStageBytesK];
         ptx::tma_load(rows, &a_few, k, work.row_of(group), &shared.full[at.stage]);
       }

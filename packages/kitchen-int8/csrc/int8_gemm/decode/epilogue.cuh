@@ -2,49 +2,17 @@
 // token at a time; what belongs to weights is read before the wait of a programmatic launch.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstring>
-
-#include "int8_gemm/sm90/int8_gemm.h"
-#include "kitchen/common/to_float.h"
+#include "int8_gemm/smxx/scale_params.cuh"
 #include "kitchen/ptx/prefetch.h"
 
 namespace kitchen::int8 {
 
 constexpr int kMostTokens = 64;
-
-struct DecodeEpilogueParams {
-  const float *a_scale, *b_scale;
-  const void *bias, *residual;
-  const float* residual_scale;
-  void* out;
-  int b_scale_stride, residual_scale_stride;
-  DType bias_type, out_type;
-  bool vectors;  // N is a multiple of 4, and out and residual are aligned to 16 bytes
-};
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, DType type) {
-  uint32_t word;
-  if (type == DType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
-}
-
-// bias of column n; t * s + (-0) is t * s to the bit, signed zeros included.
-__device__ __forceinline__ float bias_or_nothing(const DecodeEpilogueParams& p, int n) {
-  return p.bias == nullptr ? -0.0f : load_as_float(p.bias, n, p.bias_type);
-}
+constexpr int kQuadColumns = 4;  // of a thread
 
 // A token's residual under the block's columns to L2.
 template <int kRows>
-__device__ __forceinline__ void prefetch_residual(const DecodeEpilogueParams& p, int token, int N, int first_column) {
+__device__ __forceinline__ void prefetch_residual(const ScaleParams& p, int token, int N, int first_column) {
   const int size = p.out_type == DType::kFloat32 ? 4 : 2;
   const char* const row = static_cast<const char*>(p.residual) + (static_cast<int64_t>(token) * N + first_column) * size;
   const int bytes = min(kRows, N - first_column) * size;
@@ -53,7 +21,7 @@ __device__ __forceinline__ void prefetch_residual(const DecodeEpilogueParams& p,
 }
 
 // Four neighbouring elements from index `at`, of which `left` are inside of the row.
-__device__ __forceinline__ float4 load_residual(const DecodeEpilogueParams& p, int64_t at, int left) {
+__device__ __forceinline__ float4 load_residual(const ScaleParams& p, int64_t at, int left) {
   float values[4] = {};
   if (p.vectors && p.out_type != DType::kFloat32) {
     const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(p.residual) + at);
@@ -69,9 +37,8 @@ __device__ __forceinline__ float4 load_residual(const DecodeEpilogueParams& p, i
   return make_float4(values[0], values[1], values[2], values[3]);
 }
 
-__device__ __forceinline__ float4 load_residual_scale(const DecodeEpilogueParams& p, int n, int N) {
-  if (p.residual_scale == nullptr) return make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-  const auto at = [&](int e) { return p.residual_scale[static_cast<int64_t>(min(n + e, N - 1)) * p.residual_scale_stride]; };
+__device__ __forceinline__ float4 load_residual_scale(const ScaleParams& p, int n, int N) {
+  const auto at = [&](int e) { return residual_scale_of(p, min(n + e, N - 1)); };
   return make_float4(at(0), at(1), at(2), at(3));
 }
 
@@ -90,7 +57,7 @@ __device__ __forceinline__ float4 add_residual(const float4& y, const float4& sc
 }
 
 // Four neighbouring elements from index `at`, of which `left` are inside of the row.
-__device__ __forceinline__ void store_quad(const DecodeEpilogueParams& p, int64_t at, int left, const float4& y) {
+__device__ __forceinline__ void store_quad(const ScaleParams& p, int64_t at, int left, const float4& y) {
   if (p.out_type == DType::kFloat32) {
     float* const to = static_cast<float*>(p.out) + at;
     if (p.vectors) {
@@ -120,7 +87,7 @@ __device__ __forceinline__ void store_quad(const DecodeEpilogueParams& p, int64_
 // shared memory.
 template <int kRows>
 struct DecodeEpilogue {
-  using Params = DecodeEpilogueParams;
+  using Params = ScaleParams;
   struct Shared {
     alignas(16) float b_scale[kRows];
     alignas(16) float bias[kRows];
@@ -139,8 +106,8 @@ struct DecodeEpilogue {
     shared = &storage;
     const int n = min(first_column + static_cast<int>(threadIdx.x), N - 1);
     if (threadIdx.x < kRows) {
-      b_scale = p.b_scale[static_cast<int64_t>(n) * p.b_scale_stride];
-      bias = bias_or_nothing(p, n);
+      b_scale = b_scale_of(p, n);
+      bias = bias_of(p, n);
     }
   }
 
@@ -171,7 +138,7 @@ struct DecodeEpilogue {
 // For decode_sm90.cuh, whose threads finish the same four columns of every token: scales and bias stay in registers.
 template <int kRows>
 struct DecodeSm90Epilogue {
-  using Params = DecodeEpilogueParams;
+  using Params = ScaleParams;
 
   const Params& p;
   int M, N, first_column, n;
@@ -184,10 +151,9 @@ struct DecodeSm90Epilogue {
     __shared__ float storage[kMostTokens];
     a_scale = storage;
     const auto column = [&](int e) { return min(n + e, N - 1); };
-    const auto scale = [&](int e) { return p.b_scale[static_cast<int64_t>(column(e)) * p.b_scale_stride]; };
-    b_scale = make_float4(scale(0), scale(1), scale(2), scale(3));
-    bias = make_float4(bias_or_nothing(p, column(0)), bias_or_nothing(p, column(1)), bias_or_nothing(p, column(2)),
-                       bias_or_nothing(p, column(3)));
+    b_scale = make_float4(b_scale_of(p, column(0)), b_scale_of(p, column(1)), b_scale_of(p, column(2)), b_scale_of(p, column(3)));
+    bias = make_float4(bias_of(p, column(0)), bias_of(p, column(1)), bias_of(p, column(2)),
+                       bias_of(p, column(3)));
   }
 
   __device__ __forceinline__ void stage_tokens() const {
@@ -221,11 +187,5 @@ struct DecodeSm90Epilogue {
     }
   }
 };
-
-inline DecodeEpilogueParams decode_epilogue_params(const Int8GemmParams& p) {
-  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
-  return {p.a_scale, p.b_scale, p.bias, p.residual, p.residual_scale, p.out, p.b_scale_stride, p.residual_scale_stride,
-          p.bias_type, p.out_type, p.N % 4 == 0 && aligned(p.out) && aligned(p.residual)};
-}
 
 }  // namespace kitchen::int8

@@ -28,7 +28,7 @@ int64_t decode_shared_bytes(const DecodeProblem& problem, const DecodePlan& plan
 size_t int8_decode_workspace(const DecodeProblem& problem, const DecodePlan& plan);  // 0: sums meet in shared memory
 void int8_decode(const Int8GemmParams& params, void* workspace, const DecodePlan* forced, int device, cudaStream_t stream);
 
-// The same on sm_90a, by TMA and wgmma: sm90/int8_decode.cu. K in 1 to 8 pieces.
+// The same for 1 to 16 rows on sm_90a, by TMA and wgmma: sm90/int8_decode.cu. K in 1 to 8 pieces.
 int decode_sm90_variant_count();
 DecodePlan choose_decode_sm90_plan(const DecodeProblem& problem, int sm_count);
 std::string describe_decode_sm90(const DecodeProblem& problem, const DecodePlan& plan);

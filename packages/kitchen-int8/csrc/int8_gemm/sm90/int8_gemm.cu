@@ -49,7 +49,7 @@ void launch_with(const Int8GemmParams& p, const LinearPlan& plan, cudaStream_t s
                     static_cast<int>(ceil_div(p.M, Config::kTileM * Config::kClusterM)),
                     static_cast<int>(ceil_div(p.N, Config::kTileN * Config::kClusterN)), plan.raster_group, 0,
                     p.weights_early ? kEarlyStages : 0, static_cast<int>(p.M), static_cast<int>(p.N),
-                    p.residual == nullptr};  // which may be out itself: its rows must not be added twice
+                    stores_may_repeat(p)};
   params.epilogue = epilogue_params<T, Config::kTileN>(p);
 
   cudaLaunchAttribute attributes[2];
@@ -109,10 +109,10 @@ constexpr Variant kVariants[] = {
     variant<TileConfig<128, 256, 2, 1, Schedule::kTogether>>("128x256 together, cluster 2x1"),
     variant<TileConfig<128, 192, 2, 1, Schedule::kPingPong>>("128x192 ping-pong, cluster 2x1"),
     variant<TileConfig<128, 192, 2, 1, Schedule::kTogether>>("128x192 together, cluster 2x1"),
+    variant<TileConfig<128, 144, 1, 2, Schedule::kPingPong>>("128x144 ping-pong, cluster 1x2"),
     variant<TileConfig<128, 128, 2, 1, Schedule::kPingPong>>("128x128 ping-pong, cluster 2x1"),
     variant<TileConfig<128, 128, 1, 2, Schedule::kPingPong>>("128x128 ping-pong, cluster 1x2"),
     variant<TileConfig<128, 96, 2, 1, Schedule::kTogether>>("128x96 together, cluster 2x1"),
-    variant<TileConfig<64, 128, 1, 2, Schedule::kPingPong>>("64x128 ping-pong, cluster 1x2"),
     split_variant<64>("128x64, K split"),
     split_variant<96>("128x96, K split"),
     split_variant<128>("128x128, K split"),
@@ -135,6 +135,7 @@ double estimated_cycles(const LinearProblem& problem, const Variant& v) {
   constexpr double kMultipliesPerCycle = 4096 / 0.97;              // an SM's tensor cores
   constexpr double kBytesPerCycle = 52, kBytesWeight = 1.0 / 400;  // copies: their ceiling; what they take from wgmma
   constexpr double kStorePerColumn = 12;                           // of 64 rows
+  constexpr double kUnfilled = 1.08;                               // boxes that hang over the last row
   const double multiply = double(v.tile_m) * v.tile_n * sm90::kStageBytesK / kMultipliesPerCycle;
   const double bytes = sm90::kStageBytesK * (double(v.tile_m) / v.cluster_n + double(v.tile_n) / v.cluster_m);
   const double stage = std::max(multiply + bytes * kBytesWeight, bytes / kBytesPerCycle);
@@ -143,7 +144,8 @@ double estimated_cycles(const LinearProblem& problem, const Variant& v) {
   const double rounds = double(ceil_div(cluster_tiles(problem, v), cluster_slots(problem, v)));
   // Ping-pong hides every store but the last, unless a store takes longer than a tile.
   const double work = v.ping_pong ? (rounds - 1) * std::max(tile, store / 2) + tile + store : rounds * (tile + store);
-  return kLaunch + std::max(work, double(problem.N) * problem.K / kHbmBytesPerCycle + store);
+  const double cycles = kLaunch + std::max(work, double(problem.N) * problem.K / kHbmBytesPerCycle + store);
+  return problem.M < v.tile_m ? kUnfilled * cycles : cycles;
 }
 
 // The same for tiles that are split over a cluster of `splits` blocks.

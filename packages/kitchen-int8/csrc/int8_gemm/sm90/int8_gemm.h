@@ -14,9 +14,9 @@ struct Int8GemmParams {
   const float *a_scale, *b_scale;             // [M]; [N], or one value where b_scale_stride is 0
   const void* bias;                           // [N] of bias_type; may be nullptr
   const void* residual;                       // [M, N] of out_type; may be nullptr
-  const float* residual_scale;                // [N], or one value where its stride is 0; may be nullptr (1)
+  const void* residual_scale;                 // [N], or one value where its stride is 0; may be nullptr (1)
   void* out;                                  // [M, N]; may be the residual itself
-  DType bias_type, out_type;
+  DType bias_type, residual_scale_type, out_type;
   int b_scale_stride, residual_scale_stride;  // 0 or 1
   bool programmatic_launch;                   // start while the kernel in front ends (waits for it before it reads)
   bool weights_early;                         // and read b, b_scale, bias at once: the kernel in front has waited, too

@@ -21,10 +21,12 @@ void launch(const Int8GemmParams& p, int splits, int early_stages, cudaStream_t 
 
   sm90::SplitParams<EpilogueParams<T>> params{};
   params.a = operand_map(p.a, p.M, p.K, Config::kBoxM);
-  params.a_few = operand_map(p.a, p.M, p.K, 16);
+  const bool overlap = stores_may_repeat(p);
+  const auto few = sm90::FewRows::of(p.M, overlap);
+  params.a_few = operand_map(p.a, p.M, p.K, few.box);
   params.b = operand_map(p.b, p.N, p.K, Config::kBoxN);
   params.problem = {static_cast<int>(ceil_div(p.K, sm90::kStageBytesK)), static_cast<int>(p.M), static_cast<int>(p.N),
-                    early_stages, p.residual == nullptr};
+                    early_stages, overlap, few};
   params.epilogue = epilogue_params<T, kTileN>(p);
 
   cudaLaunchAttribute attributes[2];

@@ -30,12 +30,13 @@ struct MmaS8 {
 };
 
 // One value per output column, or one for all of them.
-enum class ColumnKind : int { kAbsent, kOneFloat, kFloat32, kFloat16, kBfloat16 };
+enum class ColumnKind : int { kAbsent, kFloat32, kFloat16, kBfloat16 };
 
 struct ColumnVector {
   const void* data;
   float otherwise;  // the value where absent
   ColumnKind kind;
+  int stride;  // 0: one value for all columns
 };
 
 __device__ __forceinline__ float2 widen(float2 v) { return v; }
@@ -61,10 +62,9 @@ __device__ __forceinline__ float element(const void* data, int n) {
 
 __device__ __forceinline__ float column_value(const ColumnVector& v, int n) {
   switch (v.kind) {
-    case ColumnKind::kFloat32: return element<float>(v.data, n);
-    case ColumnKind::kFloat16: return element<__half>(v.data, n);
-    case ColumnKind::kBfloat16: return element<__nv_bfloat16>(v.data, n);
-    case ColumnKind::kOneFloat: return element<float>(v.data, 0);
+    case ColumnKind::kFloat32: return element<float>(v.data, n * v.stride);
+    case ColumnKind::kFloat16: return element<__half>(v.data, n * v.stride);
+    case ColumnKind::kBfloat16: return element<__nv_bfloat16>(v.data, n * v.stride);
     default: return v.otherwise;
   }
 }
@@ -72,9 +72,7 @@ __device__ __forceinline__ float column_value(const ColumnVector& v, int n) {
 template <class T>
 struct EpilogueParams {
   const float* a_scale;          // [M]
-  ColumnVector b_scale, bias;
-  const float* residual_scale;   // [N], or one value where its stride is 0; may be nullptr
-  int residual_scale_stride;
+  ColumnVector b_scale, bias, residual_scale;
   const T* residual;             // [M, N], may be nullptr
   T* out;                        // [M, N]
   CUtensorMap out_map, residual_map;  // valid where out_mapped and residual_mapped
@@ -100,9 +98,15 @@ struct ScaleEpilogue {
   struct Rows {
     float low, high;  // a_scale of the thread's two rows
   };
-  struct Columns {
+  struct Scales {
     float4 pairs[kTileN / 2];  // b_scale of two columns, bias of the same two
   };
+  struct ScalesOfBoth : Scales {
+    float2 residual_pairs[kTileN / 2];  // residual_scale
+  };
+  // Loaded where it is used, a scale of any type takes registers that the tiles which copy their residual have not (2976 bytes spilled).
+  static constexpr bool kStagesBoth = kBy == ResidualBy::kCopies;
+  using Columns = std::conditional_t<kStagesBoth, ScalesOfBoth, Scales>;
 
   const Params& params;
   Store staged;
@@ -121,6 +125,7 @@ struct ScaleEpilogue {
       const int even = min(column + 2 * pair, last), odd = min(column + 2 * pair + 1, last);
       columns.pairs[pair] = make_float4(column_value(params.b_scale, even), column_value(params.b_scale, odd),
                                         column_value(params.bias, even), column_value(params.bias, odd));
+      if constexpr (kStagesBoth) columns.residual_pairs[pair] = residual_scale(params, column + 2 * pair);
     }
     if (kResidual && params.residual != nullptr) {
       constexpr int kLine = 128 / sizeof(T);
@@ -155,7 +160,7 @@ struct ScaleEpilogue {
         if (item > 0) staged.template acquire<1>();
         if (item + 1 < kItems) fetch_residual((item + 1) % 2, where(item + 1));
         await_residual(item % 2);
-        put_chunk<1>(item % 2, acc[item % kBlocks], item / kBlocks, rows[item % kBlocks], columns, where(item));
+        put_chunk<1, kResidual>(item % 2, acc[item % kBlocks], item / kBlocks, rows[item % kBlocks], columns, where(item));
         const int2 at[1] = {where(item)};
         staged.send(item % 2, at);
       }
@@ -185,12 +190,16 @@ struct ScaleEpilogue {
                                               int row, int column, void* staging) {
     staged.staging = static_cast<uint8_t*>(staging);
     const int2 where[1] = {{row, column + chunk * Store::kColumns}};
-    put_chunk<kPairs % 4 == 0 ? 4 : kPairs>(0, acc, chunk, rows, columns, where[0]);
+    if (kResidual && params.residual != nullptr) {
+      put_chunk<1, kResidual>(0, acc, chunk, rows, columns, where[0]);
+    } else {
+      put_chunk<kPairs % 4 == 0 ? 4 : kPairs, false>(0, acc, chunk, rows, columns, where[0]);
+    }
     staged.send(0, where);
   }
 
   // Scales one chunk and puts it into a staging buffer. kAhead pairs' columns are loaded together.
-  template <int kAhead>
+  template <int kAhead, bool kAdds>
   __device__ __forceinline__ void put_chunk(int buffer, const int (&acc)[kTileN / 2], int chunk, Rows rows,
                                             const Columns& columns, int2 at) {
     constexpr int kAtOnce = kAhead > kSome ? kAhead : kSome;
@@ -206,7 +215,7 @@ struct ScaleEpilogue {
         float y[kSome][4];
 #pragma unroll
         for (int h = 0; h < kSome; ++h) scale(y[h], &acc[4 * (chunk * kPairs + j + i + h)], rows, c[i + h]);
-        add_residual(y, base, j + i, at);
+        if constexpr (kAdds) add_residual(y, base, chunk * kPairs, j + i, columns, at);
         staged.put_some(base, j + i, y);
       }
     }
@@ -236,19 +245,27 @@ struct ScaleEpilogue {
     phases ^= 1u << buffer;
   }
 
-  // y: of pairs j to j + kSome - 1 of the chunk at `at`, which is staged at `base`.
-  __device__ __forceinline__ void add_residual(float (&y)[kSome][4], uint32_t base, int j, int2 at) const {
-    if constexpr (kResidual) {
-      if (kBy == ResidualBy::kCopiesOrLoads && params.residual == nullptr) return;
-      float r[kSome][4];
-      if (fetched()) {
-        staged.get_some(base, j, r);
-      } else if constexpr (kBy == ResidualBy::kCopiesOrLoads) {
+  // y: of pairs j to j + kSome - 1 of the chunk at `at`, which is staged at `base` and begins at pair `first` of the tile.
+  __device__ __forceinline__ void add_residual(float (&y)[kSome][4], uint32_t base, int first, int j, const Columns& columns,
+                                               int2 at) const {
+    float r[kSome][4];
+    if (fetched()) {
+      staged.get_some(base, j, r);
+    } else if constexpr (kBy == ResidualBy::kCopiesOrLoads) {
 #pragma unroll
-        for (int h = 0; h < kSome; ++h) load_residual(r[h], at.x, at.y + 8 * (j + h));
+      for (int h = 0; h < kSome; ++h) load_residual(r[h], at.x, at.y + 8 * (j + h));
+    }
+#pragma unroll
+    for (int h = 0; h < kSome; ++h) {
+      const int lane = threadIdx.x % 4;
+      float2 scale;
+      if constexpr (kStagesBoth) {
+        scale = columns.residual_pairs[4 * (first + j + h) + lane];
+      } else {
+        scale = residual_scale(params, at.y + 8 * (j + h) + 2 * lane);
       }
 #pragma unroll
-      for (int h = 0; h < kSome; ++h) add_scaled(y[h], r[h], at.y + 8 * (j + h) + 2 * (threadIdx.x % 4));
+      for (int e = 0; e < 4; ++e) y[h][e] = __fmaf_rn(e % 2 ? scale.y : scale.x, y[h][e], r[h][e]);
     }
   }
 
@@ -268,13 +285,10 @@ struct ScaleEpilogue {
     }
   }
 
-  __device__ __forceinline__ void add_scaled(float (&y)[4], const float (&r)[4], int n) const {
-    const float* const scale = params.residual_scale;
-    const int stride = params.residual_scale_stride, last = params.N - 1;
-    const float even = scale == nullptr ? 1.0f : scale[min(n, last) * stride];
-    const float odd = scale == nullptr ? 1.0f : scale[min(n + 1, last) * stride];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] = __fmaf_rn(e % 2 ? odd : even, y[e], r[e]);
+  // Of columns n and n + 1.
+  __device__ __forceinline__ static float2 residual_scale(const Params& params, int n) {
+    const int last = params.N - 1;
+    return {column_value(params.residual_scale, min(n, last)), column_value(params.residual_scale, min(n + 1, last))};
   }
 
   __device__ __forceinline__ void finish() { staged.finish(); }
@@ -289,14 +303,20 @@ inline ColumnVector column_vector(const void* data, int stride, DType type, floa
   const ColumnKind typed = type == DType::kFloat32   ? ColumnKind::kFloat32
                            : type == DType::kFloat16 ? ColumnKind::kFloat16
                                                         : ColumnKind::kBfloat16;
-  const ColumnKind kind = data == nullptr ? ColumnKind::kAbsent : stride == 0 ? ColumnKind::kOneFloat : typed;
-  return {data, otherwise, kind};
+  return {data, otherwise, data == nullptr ? ColumnKind::kAbsent : typed, stride};
 }
 
 template <class T>
 constexpr CUtensorMapDataType kMapType = sizeof(T) == 4                       ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                          : std::is_same<T, __half>::value     ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+// Whether results may be stored twice: not where the residual lies under them, which would be added twice.
+inline bool stores_may_repeat(const Int8GemmParams& p) {
+  const auto begin = [](const void* matrix) { return reinterpret_cast<uintptr_t>(matrix); };
+  const uint64_t bytes = static_cast<uint64_t>(p.M) * p.N * size_of(p.out_type);
+  return p.residual == nullptr || begin(p.residual) + bytes <= begin(p.out) || begin(p.out) + bytes <= begin(p.residual);
+}
 
 // Whether the copy engine can read or write such a matrix.
 inline bool mappable(const void* matrix, int64_t N, int element_bytes) {
@@ -311,8 +331,7 @@ EpilogueParams<T> epilogue_params(const Int8GemmParams& p) {
   e.b_scale = column_vector(p.b_scale, p.b_scale_stride, DType::kFloat32, 1.0f);
   // t * s + (-0) is t * s to the bit, signed zeros included.
   e.bias = column_vector(p.bias, 1, p.bias_type, -0.0f);
-  e.residual_scale = p.residual_scale;
-  e.residual_scale_stride = p.residual_scale_stride;
+  e.residual_scale = column_vector(p.residual_scale, p.residual_scale_stride, p.residual_scale_type, 1.0f);
   e.residual = static_cast<const T*>(p.residual);
   e.out = static_cast<T*>(p.out);
   e.M = static_cast<int>(p.M);

@@ -23,30 +23,14 @@
 
 namespace kitchen::int8::portable {
 
-inline bool aligned_16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
 inline gemm::CodeRowsParams code_rows(const int8_t* data, int64_t rows, int64_t K, int64_t pitch) {
   return {reinterpret_cast<const uint8_t*>(data), static_cast<int>(rows), static_cast<int>(K), static_cast<int>(pitch),
           aligned_16(data) && pitch % 16 == 0};
 }
 
 inline EpilogueParams epilogue_params(const Operands& o, const LinearPlan& plan) {
-  const Int8GemmParams& g = o.gemm;
-  EpilogueParams e = {};
-  e.a_scale = g.a_scale;
-  e.b_scale = g.b_scale;
-  e.bias = g.bias;
-  e.residual = g.residual;
-  e.residual_scale = g.residual_scale;
-  e.out = g.out;
-  e.partials = plan.splits > 1 ? o.partials : nullptr;
-  e.M = g.M;
-  e.N = static_cast<int>(g.N);
-  e.b_scale_stride = g.b_scale_stride;
-  e.residual_scale_stride = g.residual_scale_stride;
-  e.bias_type = g.bias_type;
-  e.out_type = g.out_type;
-  e.vectors = g.N % kColumns == 0 && aligned_16(g.out) && aligned_16(g.residual) && aligned_16(e.partials);
+  EpilogueParams e = {scale_params(o.gemm, kColumns), plan.splits > 1 ? o.partials : nullptr, o.gemm.M, static_cast<int>(o.gemm.N)};
+  e.vectors &= aligned_16(e.partials);
   return e;
 }
 

@@ -4,41 +4,18 @@
 // A lane finishes 8 neighbouring columns, whose scales and biases it keeps in registers, of one row after another.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstring>
-
 #include "int8_gemm/portable.h"
-#include "kitchen/common/to_float.h"
+#include "int8_gemm/smxx/scale_params.cuh"
 
 namespace kitchen::int8::portable {
 
 constexpr int kColumns = 8;  // of a lane
 
-struct EpilogueParams {
-  const float *a_scale, *b_scale;
-  const void *bias, *residual;
-  const float* residual_scale;
-  void* out;
+struct EpilogueParams : ScaleParams {
   int32_t* partials;  // not nullptr: store the sums of each split here, [splits, M, N]
   int64_t M;
-  int N, b_scale_stride, residual_scale_stride;
-  DType bias_type, out_type;
-  bool vectors;  // N is a multiple of 8, and out, residual and partials are aligned to 16 bytes
+  int N;
 };
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, DType type) {
-  uint32_t word;
-  if (type == DType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
-}
 
 struct ScaleEpilogue {
   using Params = EpilogueParams;
@@ -62,10 +39,9 @@ struct ScaleEpilogue {
 #pragma unroll
     for (int e = 0; e < kColumns; ++e) {
       const int n = min(column + e, p.N - 1);
-      c.b_scale[e] = p.b_scale[int64_t{n} * p.b_scale_stride];
-      // t * s + (-0) is t * s to the bit, signed zeros included.
-      c.bias[e] = p.bias == nullptr ? -0.0f : load_as_float(p.bias, n, p.bias_type);
-      c.residual_scale[e] = p.residual_scale == nullptr ? 1.0f : p.residual_scale[int64_t{n} * p.residual_scale_stride];
+      c.b_scale[e] = b_scale_of(p, n);
+      c.bias[e] = bias_of(p, n);
+      c.residual_scale[e] = residual_scale_of(p, n);
     }
     return c;
   }

@@ -38,7 +38,7 @@ void launch(const Int8GemmParams& p, const decode::Problem& problem, int64_t sme
   params.problem = problem;
   params.tokens = p.a;
   params.weights = {p.b};
-  params.epilogue = decode_epilogue_params(p);
+  params.epilogue = scale_params(p, kQuadColumns);
   const auto kernel = decode::decode_kernel<Config, mma::M16N8K32S8, Weights, Epilogue>;
   if (smem > 44 * 1024) {  // with the epilogue's own, above 48 KB
     host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem)), "int8_decode");

@@ -1,4 +1,4 @@
-// INT8 GEMM with a fused epilogue for 1 to 64 tokens on Hopper, limited by reading the weight once.
+// INT8 GEMM with a fused epilogue for 1 to 16 tokens on Hopper, limited by reading the weight once.
 //
 //   acc[m, n] = sum over k of a[m, k] * b[n, k]                      int32, exact for K <= 131071
 //   y = fma(float(acc) * a_scale[m], b_scale[n], bias[n])            float32; without bias: the product
@@ -38,7 +38,7 @@ void launch(const Int8GemmParams& p, int splits, cudaStream_t stream) {
   params.tokens = encode_map(p.a, p.M, p.K, static_cast<int>(p.M));
   params.problem = {static_cast<int>(p.M), static_cast<int>(p.N), static_cast<int>(p.K), splits,
                     static_cast<int>(ceil_div(ceil_div(p.K, decode::kStageBytesK), splits)), static_cast<int>(ceil_div(p.M, splits))};
-  params.epilogue = decode_epilogue_params(p);
+  params.epilogue = scale_params(p, kQuadColumns);
   const auto kernel = decode::decode_sm90_kernel<Config, Epilogue>;
   host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes), kName);
   cudaLaunchAttribute attributes[2] = {};
@@ -69,29 +69,23 @@ constexpr Variant variant() {
 
 // Tokens, warpgroups of 64 rows, stages, blocks an SM.
 constexpr Variant kVariants[] = {
-    variant<8, 1, 5, 4>(), variant<16, 1, 5, 4>(), variant<32, 1, 4, 4>(), variant<64, 1, 6, 2>(), variant<64, 2, 4, 2>(),
+    variant<8, 1, 5, 4>(),
+    variant<16, 1, 5, 4>(),
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
 int64_t tiles(const DecodeProblem& q, const Variant& v) { return ceil_div(q.N, v.rows); }
 
-// The narrowest that takes the tokens; for 64 the one of 128 rows where 64 rows would take more than a round of blocks (3072x24576 at
-// M=64: 24.5 and 26.4 us; below, 64 rows are 5-15% faster).
-int choose_variant(const DecodeProblem& q, int sm_count) {
-  for (int i = 0; i < 3; ++i) {
-    if (q.M <= kVariants[i].tokens) return i;
-  }
-  return tiles(q, kVariants[3]) <= int64_t{kVariants[3].blocks_per_sm} * sm_count ? 3 : 4;
-}
+// The narrowest that takes the tokens.
+int choose_variant(const DecodeProblem& q) { return q.M <= kVariants[0].tokens ? 0 : 1; }
 
 // How far from the best number of blocks, in doublings, and what the sums of a split K cost. Fitted to an H200: a small weight is all
 // under way at once, so there the tail counts and fewer blocks are best.
 double distance(const DecodeProblem& q, const DecodePlan& plan, int sm_count) {
-  constexpr double kSmallBytes = 16e6;
-  const Variant& v = kVariants[plan.variant];
-  const bool small = double(q.N) * q.K < kSmallBytes, narrow = v.tokens <= 32;
-  const double blocks_per_sm = narrow ? (small ? 1.4 : 2.2) : (small ? 0.8 : 1.2), split = narrow ? 0.1 : 0.2;
-  return std::abs(std::log2(double(tiles(q, v)) * plan.splits / (blocks_per_sm * sm_count))) + split * std::log2(double(plan.splits));
+  constexpr double kSmallBytes = 16e6, kSplit = 0.1;
+  const double blocks_per_sm = double(q.N) * q.K < kSmallBytes ? 1.4 : 2.2;
+  const double blocks = double(tiles(q, kVariants[plan.variant])) * plan.splits;
+  return std::abs(std::log2(blocks / (blocks_per_sm * sm_count))) + kSplit * std::log2(double(plan.splits));
 }
 
 }  // namespace
@@ -108,7 +102,7 @@ const char* decode_sm90_plan_rejected(const DecodeProblem& q, const DecodePlan& 
 }
 
 DecodePlan choose_decode_sm90_plan(const DecodeProblem& q, int sm_count) {
-  DecodePlan best = {choose_variant(q, sm_count), 1};
+  DecodePlan best = {choose_variant(q), 1};
   for (int splits = 2; splits <= decode::kMaxSplits; ++splits) {
     const DecodePlan plan = {best.variant, splits};
     if (decode_sm90_plan_rejected(q, plan) != nullptr || ceil_div(q.K, decode::kStageBytesK) < 2 * splits) continue;
