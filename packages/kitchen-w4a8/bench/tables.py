@@ -31,7 +31,7 @@ def lines(head: list[str], rows: list[list[str]]) -> str:
 
 def ratio(rows: list[dict], over: str) -> str:
     """Geometric mean and least of ``over`` / us, a dash where it was not measured everywhere."""
-    found = [row[over] / row["us"] for row in rows if row[over]]
+    found = [row[over] / row["us"] for row in rows if row.get(over)]
     return f"{benchlib.geometric_mean(found):.2f} ({min(found):.2f})" if rows and len(found) == len(rows) else "–"
 
 
@@ -42,8 +42,9 @@ def means(family: str) -> str:
     for group in sorted({row["group"] for row in rows}):
         for M in sorted({row["M"] for row in rows if row["group"] == group}):
             here = [row for row in rows if row["group"] == group and row["M"] == M]
-            made.append([str(group), str(M), ratio(here, "read_us"), ratio(here, "bf16_us"), ratio(here, "ck_us")])
-    return lines(["group", "M", "of a plain read", "times bf16", "times comfy-kitchen"], made)
+            ratios = [ratio(here, over) for over in ("read_us", "bf16_us", "ck_us", "humming_us")]
+            made.append([str(group), str(M), *ratios])
+    return lines(["group", "M", "of a plain read", "times bf16", "times comfy-kitchen", "times humming"], made)
 
 
 def shapes(family: str) -> str:
@@ -55,9 +56,10 @@ def shapes(family: str) -> str:
         for K, N in SHAPES:
             [row] = [r for r in rows if (r["M"], r["K"], r["N"]) == (M, K, N)]
             read = f"{row['read_us'] / row['us']:.0%}"
-            line.append(
-                f"{row['us']:.1f}, {read}, {row['bf16_us'] / row['us']:.2f}, {row['kernel'].removeprefix('w4a8/')}"
+            kernel = (
+                "decoded first" if row.get("plan", "").startswith("decoded") else row["kernel"].removeprefix("w4a8/")
             )
+            line.append(f"{row['us']:.1f}, {read}, {row['bf16_us'] / row['us']:.2f}, {kernel}")
         made.append(line)
     return lines(["M", *(f"{K}x{N}" for K, N in SHAPES)], made)
 

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Times w4a8_linear (rotated, quantizer included) and its product against bf16 F.linear and, if installed, comfy-kitchen.
+"""Times w4a8_linear (rotated, quantizer included) and its product against bf16 F.linear and, if installed, comfy-kitchen and
+humming; and the quantizer of weights.
 
 python packages/kitchen-w4a8/bench/w4a8.py --out benchmarks/results/h200
 
-Writes w4a8.json and w6a8.json. Weights are N(0, 1) by the format's rule for a first scale (absmax, nearest level), which takes
-no time: the quantizer proper only refines it. Codes and scales are spread as its are. The peer gets the same tensors.
+Writes w4a8.json and w6a8.json. humming has groups of 32 and 128 of these, and no rotation: its quantizer does less. Our weights
+are N(0, 1) by the format's rule for a first scale (absmax, nearest level), which takes no time: the quantizer proper only
+refines it. Codes and scales are spread as its are. comfy-kitchen gets the same tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 import time
 from pathlib import Path
@@ -32,43 +35,21 @@ ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
 FEW_ROWS = (1, 16, 256, 4096)
 ROWS_OF = {16: ROWS, 32: FEW_ROWS, 64: FEW_ROWS, 128: ROWS}  # by group
 PARTS_OF = {16: ("linear", "gemm"), 32: ("linear",), 64: ("linear",), 128: ("linear",)}
+HUMMING_GROUPS = {4: (32, 128), 6: (128,)}
 PEER_GROUPS = (16, 128)  # at which comfy-kitchen is timed too: packed and canonical, canonical
 SWEEP_SHAPE, SWEEP_GROUP = (4096, 24576), 16
 SWEEP_ROWS = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    9,
-    12,
-    16,
-    17,
-    24,
-    32,
-    33,
-    48,
-    64,
-    65,
-    80,
-    96,
-    112,
-    128,
-    129,
-    160,
-    192,
-    224,
-    256,
-    257,
-    300,
-)
+    1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 300,
+)  # fmt: skip
+REQUANTIZE_SHAPES = (
+    (3072, 12288),
+    (12288, 3072),
+)  # K x N, as a LoRA merge does it: by a given table, rounding stochastically
 FAMILIES = {"w4a8": 4, "w6a8": 6}
 ROTATION = 256
 MOST_COPIES = 24
 SOURCES = [
-    "packages/kitchen-w4a8/csrc", "shared_cuda/include/kitchen/quant/w4a8_decode.h", "shared_cuda/include/kitchen/ptx",
-    "shared_cuda/include/kitchen/mma",
+    "packages/kitchen-w4a8/csrc", "shared_cuda/include/kitchen/quant/w4a8_decode.h", "shared_cuda/include/kitchen/mma",
 ]  # fmt: skip
 BF16 = torch.bfloat16
 
@@ -82,7 +63,8 @@ def cells() -> set[tuple]:
         for M in rows
         for K, N in SHAPES
     }
-    return grid | {("sweep", "linear", M, *SWEEP_SHAPE) for M in SWEEP_ROWS}
+    grid |= {("sweep", "linear", M, *SWEEP_SHAPE) for M in SWEEP_ROWS}
+    return grid | {("requantize", "quant", 0, *shape) for shape in REQUANTIZE_SHAPES}
 
 
 def make_weight(N: int, K: int, bits: int, group: int) -> tuple[torch.Tensor, ...]:
@@ -142,6 +124,38 @@ def peers(weights: list[tuple], N: int, K: int, bits: int, group: int) -> dict:
             lambda i: ck.w4a8_int8_linear(x, packed[i][0], empty, packed[i][1], mma_packed=True, **options)
         )
     return calls
+
+
+def humming(N: int, K: int, bits: int, group: int, count: int):
+    """humming's linear over a weight of the same width and group in its own layout; None where it has none."""
+    if group not in HUMMING_GROUPS[bits]:
+        return None
+    try:
+        from humming.forward import humming_forward
+        from humming.schema import HummingInputSchema, HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors
+        from humming.tune import get_heuristics_config
+    except ImportError:
+        return None
+    schema = HummingWeightSchema(b_dtype=f"uint{bits}", weight_scale_group_size=group)
+    made = HummingWeightSchema.quant_tensor(torch.randn(N, K, device="cuda", dtype=BF16), schema, BF16)
+    config, tensors = prepare_and_transform_humming_tensors(
+        made,
+        shape_n=N,
+        shape_k=K,
+        weight_schema=schema,
+        input_schema=HummingInputSchema(a_dtype="int8"),
+        torch_dtype=BF16,
+    )
+    copies = [{name: tensor.clone() for name, tensor in tensors.items()} for _ in range(count)]
+    locks = [torch.zeros(2048, dtype=torch.int32, device="cuda") for _ in range(count)]
+    plans = get_heuristics_config(config)
+
+    def of(x):
+        plan = next(json.dumps(plan) for low, high, plan in plans if low < x.shape[0] <= high)
+        return lambda i: humming_forward(config, inputs=x, locks=locks[i], tuning_config=plan, **copies[i])
+
+    return of
 
 
 def works(call) -> bool:
@@ -212,28 +226,63 @@ def measure(K, N, bits, group, M, weights, exact, dense, compare, reader, *, swe
     kernel = dict(calls)["w4a8_linear"]
     if kernel == "core/composed":
         kernel = dict(calls)["w4a8_scaled_mm"]
-    ck_us = min((times[name].us for name in theirs if name in times), default=None)
+    peer_us = {name: times[name].us for name in theirs if name in times}
+    ck_us = min((us for name, us in peer_us.items() if name.startswith("ck")), default=None)
+    best = min(peer_us, key=peer_us.get, default=None)
     shared = {
         "M": M, "N": N, "K": K, "group": group, "bf16_us": round(times["bf16"].us, 3), "read_us": round(times["read"].us, 3),
         "copy_us": None, "err": error(x, y, exact), "err_bf16": error(x, F.linear(x, dense[0]), dense[0][:256]),
-        "kernel": kernel, "workspace_bytes": _launch.workspace_bytes(kernel.removeprefix("w4a8/"), M, N, K, 0),
+        "kernel": kernel,
+        "workspace_bytes": _launch.workspace_bytes(kernel.removeprefix("w4a8/"), M, N, K, 0, bits, group),
+        "plan": plan_of(kernel, M, N, K, bits, group),
     }  # fmt: skip
     return [
         {
             "case": "sweep" if sweep else f"g{group}", "part": part, **shared, "us": round(times[part].us, 3),
             "us_p80": round(times[part].us_p80, 3), "ck_us": round(ck_us, 3) if ck_us and part == "linear" else None,
-            "best_peer": {"name": "comfy-kitchen", "us": round(ck_us, 3)} if ck_us and part == "linear" else None,
+            "humming_us": round(peer_us["humming"], 3) if "humming" in peer_us and part == "linear" else None,
+            "best_peer": {"name": best, "us": round(peer_us[best], 3)} if best and part == "linear" else None,
         }
         for part in parts
     ]  # fmt: skip
 
 
+def plan_of(kernel: str, M: int, N: int, K: int, bits: int, group: int) -> str:
+    """The plan in words, where the kernel has one."""
+    if kernel == "w4a8/hopper":
+        return _launch.hopper_plan(M, N, K, bits, group, True, 0).words.rpartition(": ")[2]
+    return _launch.stream_plan(M, N, K, bits, group, 0).words.rpartition(": ")[2] if kernel == "w4a8/stream" else ""
+
+
+def measure_requantize(K: int, N: int, bits: int, reps: int) -> dict:
+    """A weight quantized again with the table that it has, rounding stochastically: what a merge costs a layer."""
+    weights = [torch.randn(N, K, device="cuda", dtype=BF16) * 0.02 for _ in range(benchlib.copies_for(2 * N * K, 4))]
+    table = fixed_codebook("cuda") if bits == 4 else None
+
+    def call(i):
+        return kc.quantize_w4a8_weight(weights[i], 16, ROTATION, bits, codebook=table, scale_search=False, seed=1 + i)
+
+    times = benchlib.time_variants({"quantize": call}, len(weights), target_us=2000.0, reps=reps)["quantize"]
+    with kc.trace() as calls:
+        call(0)
+    print(
+        f"requantize K={K:5} N={N:5} {bits} bits {times.us:8.2f} us  {dict(calls)['quantize_w4a8_weight']}", flush=True
+    )
+    return {
+        "case": "requantize", "part": "quant", "M": 0, "N": N, "K": K, "group": 16, "us": round(times.us, 3),
+        "us_p80": round(times.us_p80, 3), "bf16_us": None, "ck_us": None, "humming_us": None, "best_peer": None,
+        "read_us": None, "copy_us": None, "err": None, "err_bf16": None, "kernel": dict(calls)["quantize_w4a8_weight"],
+        "workspace_bytes": 0, "plan": "",
+    }  # fmt: skip
+
+
 def tell(rows: list[dict]) -> None:
     for row in rows:
         us, ck = row["us"], f"{row['ck_us']:8.2f}" if row["ck_us"] else "       -"
+        hum = f"{row['humming_us']:8.2f}" if row["humming_us"] else "       -"
         print(
             f"{row['case']:6} K={row['K']:5} N={row['N']:5} M={row['M']:5} {us:8.2f} us, bf16 {row['bf16_us']:8.2f} = "
-            f"{row['bf16_us'] / us:4.2f}x, ck {ck}, read {row['read_us']:6.2f} = {row['read_us'] / us:4.0%}, "
+            f"{row['bf16_us'] / us:4.2f}x, ck {ck}, humming {hum}, read {row['read_us']:6.2f} = {row['read_us'] / us:4.0%}, "
             f"err {row['err']:.4f}  {row['kernel']}",
             flush=True,
         )
@@ -257,6 +306,9 @@ def main() -> None:
                 copies = benchlib.copies_for(made[0].nbytes + made[1].nbytes, MOST_COPIES)
                 weights = [tuple(None if t is None else t.clone() for t in made) for _ in range(copies)]
                 compare = peers(weights, N, K, bits, group) if group in PEER_GROUPS else {}
+                other = humming(N, K, bits, group, len(weights))
+                if other is not None:
+                    compare["humming"] = other
                 exact = dense_weight(made, N, group)
                 for M in ROWS_OF[group]:
                     found = measure(
@@ -269,8 +321,11 @@ def main() -> None:
                         found = measure(K, N, bits, group, M, weights, exact, dense, {}, reader, sweep=True, reps=3)
                         tell(found)
                         rows[family] += found
-                del weights, compare
+                del weights, compare, other
         del dense
+        if SHAPES[-1] == (K, N):
+            for family, bits in FAMILIES.items():
+                rows[family] += [measure_requantize(*shape, bits, args.reps) for shape in REQUANTIZE_SHAPES]
         for family, found in rows.items():
             benchlib.write_results(args.out / f"{family}.json", family, found, SOURCES)
         print(f"{time.monotonic() - start:.0f} s", flush=True)

@@ -9,7 +9,9 @@
 
 #include "decode_w4a8_weight/decode_w4a8_weight.h"
 #include "kitchen/host/check.h"
-#include "order_tokens/order_tokens.h"
+#include "kitchen/host/device.h"
+#include "quantize_int8_rowwise/quantize_int8_rowwise.h"
+#include "quantize_w4a8_weight/quantize_w4a8_weight.h"
 #include "w4a8_scaled_mm/hopper/hopper.h"
 #include "w4a8_scaled_mm/stream/stream.h"
 
@@ -51,6 +53,79 @@ void bind_decode(py::module_& m) {
       py::arg("bits"), py::arg("float_scales"), py::arg("device"), py::arg("stream"));
 }
 
+void bind_quantize(py::module_& m) {
+  m.def(
+      "quantize_w4a8_weight",
+      [](uintptr_t weight, int64_t row_stride, int weight_type, uintptr_t codebook, uintptr_t codes, uintptr_t s_rel,
+         uintptr_t s_channel, uintptr_t correction, int64_t N, int64_t K, int group, int rotation, int levels, bool float_scales,
+         bool scale_search, uint64_t seed, int device, uintptr_t stream) {
+        host::require(weight_type >= 0 && weight_type <= 2 && levels >= 0 && levels <= 3, "quantize_w4a8_weight: unknown dtype or levels");
+        host::require(K >= 16 && K < (int64_t{1} << 30), "quantize_w4a8_weight: K is out of range");
+        const w4a8::QuantizeWeightParams p = {pointer<const void>(weight),
+                                              row_stride,
+                                              pointer<const float>(codebook),
+                                              pointer<uint8_t>(codes),
+                                              pointer<void>(s_rel),
+                                              pointer<float>(s_channel),
+                                              pointer<void>(correction),
+                                              N,
+                                              static_cast<int>(K),
+                                              group,
+                                              rotation,
+                                              static_cast<w4a8::Levels>(levels),
+                                              static_cast<DType>(weight_type),
+                                              float_scales,
+                                              scale_search,
+                                              seed};
+        w4a8::quantize_w4a8_weight(p, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("weight"), py::arg("row_stride"), py::arg("weight_type"), py::arg("codebook"), py::arg("codes"), py::arg("s_rel"),
+      py::arg("s_channel"), py::arg("correction"), py::arg("N"), py::arg("K"), py::arg("group"), py::arg("rotation"),
+      py::arg("levels"), py::arg("float_scales"), py::arg("scale_search"), py::arg("seed"), py::arg("device"), py::arg("stream"),
+      "levels: 0 table, 1 uniform, 2 asymmetric, 3 six bits.");
+}
+
+// The quantizer of activations, as in kitchen-int8: codes and scales of x after activation and rotation.
+int8::QuantizeParams activation_params(uintptr_t x, int64_t x_row_stride, int dtype, uintptr_t codes, uintptr_t scales, int64_t M,
+                                       int64_t K, int rotation, int act, uintptr_t act_weight, int act_weight_dtype,
+                                       float act_eps, uint64_t seed) {
+  host::require(M >= 0 && K >= 1 && K < (int64_t{1} << 30), "quantize_int8_rowwise: K must be in 1 .. 2^30 - 1");
+  const bool power_of_4 = rotation >= 4 && rotation <= 4096 && (rotation & (rotation - 1)) == 0 && (rotation & 0x1554) != 0;
+  host::require(rotation == 0 || (power_of_4 && K % rotation == 0),
+                "quantize_int8_rowwise: the rotation must be 0 or 4, 16, .. 4096 and divide K");
+  host::require(dtype >= 0 && dtype <= 2 && act_weight_dtype >= 0 && act_weight_dtype <= 2 && act >= 0 && act <= 4,
+                "quantize_int8_rowwise: unknown dtype or activation");
+  int8::QuantizeParams p = {};
+  p.x = pointer<const void>(x);
+  p.x_row_stride = x_row_stride;
+  p.act_weight = pointer<const void>(act_weight);
+  p.codes = pointer<int8_t>(codes);
+  p.scales = pointer<float>(scales);
+  p.M = M;
+  p.K = static_cast<int>(K);
+  p.group = rotation;
+  p.act_eps = act_eps;
+  p.dtype = static_cast<DType>(dtype);
+  p.act_weight_dtype = static_cast<DType>(act_weight_dtype);
+  p.act = static_cast<quant::InputAct>(act);
+  p.seed = seed;
+  return p;
+}
+
+void bind_quantize_activation(py::module_& m) {
+  m.def(
+      "quantize_int8_rowwise",
+      [](uintptr_t x, int64_t x_row_stride, int dtype, uintptr_t codes, uintptr_t scales, int64_t M, int64_t K, int rotation,
+         int act, uintptr_t act_weight, int act_weight_dtype, float act_eps, uint64_t seed, int device, uintptr_t stream) {
+        const auto p = activation_params(x, x_row_stride, dtype, codes, scales, M, K, rotation, act, act_weight,
+                                         act_weight_dtype, act_eps, seed);
+        int8::quantize_int8_rowwise(p, nullptr, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("x"), py::arg("x_row_stride"), py::arg("dtype"), py::arg("codes"), py::arg("scales"), py::arg("M"), py::arg("K"),
+      py::arg("rotation"), py::arg("act"), py::arg("act_weight"), py::arg("act_weight_dtype"), py::arg("act_eps"),
+      py::arg("seed"), py::arg("device"), py::arg("stream"));
+}
+
 w4a8::ScaledMmParams scaled_mm_params(int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t a, uintptr_t a_scale,
                                       uintptr_t codes, uintptr_t s_rel, uintptr_t codebook, uintptr_t b_scale, uintptr_t bias,
                                       int bias_type, uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride,
@@ -79,11 +154,13 @@ w4a8::ScaledMmParams scaled_mm_params(int64_t M, int64_t N, int64_t K, int bits,
   return p;
 }
 
-// Every product takes the same arguments; `run` gets them with the plan.
+// Every product takes the same arguments; `run` gets them with the plan. <name>_linear is the quantizer of activations and the
+// product behind it, each a programmatic dependent of the kernel in front: each waits for that before it reads or writes
+// anything but weights, and lets the next start only then.
 template <class Run>
-void bind_scaled_mm(py::module_& m, const char* name, const char* doc, Run run) {
+void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Run run) {
   m.def(
-      name,
+      name.c_str(),
       [run](int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t a, uintptr_t a_scale, uintptr_t codes,
             uintptr_t s_rel, uintptr_t codebook, uintptr_t b_scale, uintptr_t bias, int bias_type, uintptr_t residual,
             uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace,
@@ -96,6 +173,25 @@ void bind_scaled_mm(py::module_& m, const char* name, const char* doc, Run run) 
       py::arg("codes"), py::arg("s_rel"), py::arg("codebook"), py::arg("b_scale"), py::arg("bias"), py::arg("bias_type"),
       py::arg("residual"), py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"),
       py::arg("workspace"), py::arg("programmatic"), py::arg("plan"), py::arg("device"), py::arg("stream"), doc);
+  m.def(
+      (name + "_linear").c_str(),
+      [run](uintptr_t x, int64_t x_row_stride, int dtype, int rotation, int act, uintptr_t act_weight, int act_weight_dtype,
+            float act_eps, int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t codes, uintptr_t s_rel,
+            uintptr_t codebook, uintptr_t b_scale, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
+            int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const std::optional<Plan>& plan,
+            int device, uintptr_t stream) {
+        const uintptr_t scales = workspace + M * K;
+        auto quantizer = activation_params(x, x_row_stride, dtype, workspace, scales, M, K, rotation, act, act_weight,
+                                           act_weight_dtype, act_eps, 0);
+        const bool early = host::attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+        quantizer.programmatic_launch = early;
+        const auto p = scaled_mm_params(M, N, K, bits, group, workspace, scales, codes, s_rel, codebook, b_scale, bias, bias_type,
+                                        residual, residual_scale, residual_scale_stride, out, out_type, early);
+        int8::quantize_int8_rowwise(quantizer, nullptr, device, reinterpret_cast<cudaStream_t>(stream));
+        run(p, pointer<int8_t>(workspace + ((K + 4) * M + 255) / 256 * 256), plan, device,
+            reinterpret_cast<cudaStream_t>(stream));
+      },
+      "workspace, aligned to 256: (K + 4) * M bytes rounded up to 256, then the product's own; K a multiple of 16.");
 }
 
 #ifdef KITCHEN_HAVE_SM80
@@ -119,39 +215,36 @@ void bind_stream(py::module_& m) {
           reason = stream::rejected(problem, chosen, device);
         }
         return std::make_tuple(Plan(chosen.warps_n, chosen.splits), stream::describe(problem, chosen),
-                               std::string(reason == nullptr ? "" : reason));
+                               std::string(reason == nullptr ? "" : reason), int64_t{0});
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("sm_count"),
       py::arg("smem_per_block"), py::arg("has_clusters"), py::arg("plan") = py::none(),
-      "(plan, in words, why it cannot run or '') on such a device; with a plan, of that one.");
+      "(plan, in words, why it cannot run or '', bytes of workspace) on such a device; with a plan, of that one.");
 }
 #endif
 
 #ifdef KITCHEN_HAVE_SM90
 void bind_hopper(py::module_& m) {
   namespace hopper = w4a8::hopper;
-  bind_scaled_mm(
-      m, "w4a8_hopper", "workspace: int8 [M, K rounded up to 128]. plan: (tokens of a tile, pieces of K), None chooses.",
-      [](const w4a8::ScaledMmParams& given, int8_t* workspace, const std::optional<Plan>& plan, int device, cudaStream_t on) {
-        w4a8::ScaledMmParams p = given;
-        w4a8::order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, on);
-        p.a = workspace;
-        p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
-        const hopper::Plan forced = plan ? hopper::Plan{plan->first, plan->second} : hopper::Plan{};
-        hopper::run(p, plan ? &forced : nullptr, device, on);
-      });
+  bind_scaled_mm(m, "w4a8_hopper",
+                 "workspace: as w4a8_hopper_plan says. plan: (tokens of a tile or 0, pieces of K), None chooses.",
+                 [](const w4a8::ScaledMmParams& p, int8_t* workspace, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+                   const hopper::Plan forced = plan ? hopper::Plan{plan->first, plan->second} : hopper::Plan{};
+                   hopper::run(p, workspace, plan ? &forced : nullptr, device, on);
+                 });
   m.def(
       "w4a8_hopper_plan",
-      [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, const std::optional<Plan>& plan) {
-        const hopper::Problem problem = {M, N, K, bits, group};
+      [](int64_t M, int64_t N, int64_t K, int bits, int group, bool copies_result, int sm_count, const std::optional<Plan>& plan) {
+        const hopper::Problem problem = {M, N, K, bits, group, copies_result};
         const hopper::Plan chosen = plan ? hopper::Plan{plan->first, plan->second} : hopper::choose_plan(problem, sm_count);
         const char* const reason = hopper::rejected(problem, chosen);
+        const int64_t workspace = reason == nullptr ? hopper::workspace_bytes(problem, chosen) : 0;
         return std::make_tuple(Plan(chosen.tokens, chosen.splits), hopper::describe(problem, chosen),
-                               std::string(reason == nullptr ? "" : reason));
+                               std::string(reason == nullptr ? "" : reason), workspace);
       },
-      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("sm_count"),
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("copies_result"), py::arg("sm_count"),
       py::arg("plan") = py::none(),
-      "(plan, in words, why it cannot run or '') on a GPU of so many SMs; with a plan, of that one.");
+      "(plan, in words, why it cannot run or '', bytes of workspace) on a GPU of so many SMs; with a plan, of that one.");
 }
 #endif
 
@@ -162,6 +255,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("abi", [] { return kAbi; }, "The number that must equal kitchen_core.abi.KITCHEN_ABI.");
   m.def("archs", [] { return std::string(KITCHEN_ARCHS); }, "The CUDA architectures compiled in, comma separated.");
   bind_decode(m);
+  bind_quantize(m);
+  bind_quantize_activation(m);
 #ifdef KITCHEN_HAVE_SM80
   bind_stream(m);
 #endif

@@ -3,7 +3,9 @@
 //
 // sources: packages/kitchen-w4a8/csrc/decode_w4a8_weight/*.cu packages/kitchen-w4a8/csrc/order_tokens/*.cu
 // sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/stream/sm80/*.cu
-// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/hopper/sm90/*.cu
+// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/hopper/sm90/*.cu packages/kitchen-w4a8/csrc/quantize_w4a8_weight/*.cu
+#include <cuda_fp16.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -14,7 +16,7 @@
 
 #include "decode_w4a8_weight/decode_w4a8_weight.h"
 #include "kitchen/host/check.h"
-#include "order_tokens/order_tokens.h"
+#include "quantize_w4a8_weight/quantize_w4a8_weight.h"
 #include "w4a8_scaled_mm/hopper/hopper.h"
 #include "w4a8_scaled_mm/stream/stream.h"
 
@@ -107,6 +109,7 @@ struct Problem {
   const Weight& w;
   std::vector<int8_t> a;
   std::vector<float> a_scale, b_scale, bias, residual, gate, want;
+  std::vector<__half> want_half;  // without the residual
   DeviceArray<int8_t> a_device;
   DeviceArray<uint8_t> codes, s_rel;
   DeviceArray<float> codebook, a_scale_device, b_scale_device, bias_device, residual_device, gate_device;
@@ -121,6 +124,7 @@ struct Problem {
         residual(random_floats(size_t(M) * w.N)),
         gate(random_floats(w.N)),
         want(size_t(M) * w.N),
+        want_half(size_t(M) * w.N),
         a_device(a),
         codes(w.codes),
         s_rel(w.s_rel),
@@ -135,13 +139,20 @@ struct Problem {
         int acc = 0;
         for (int k = 0; k < w.K; ++k) acc += a[size_t(m) * w.K + k] * w.decoded[size_t(n) * w.K + k];
         const volatile float scaled = float(acc) * a_scale[m];
-        want[size_t(m) * w.N + n] = std::fmaf(gate[n], std::fmaf(scaled, b_scale[n], bias[n]), residual[size_t(m) * w.N + n]);
+        const float y = std::fmaf(scaled, b_scale[n], bias[n]);
+        want[size_t(m) * w.N + n] = std::fmaf(gate[n], y, residual[size_t(m) * w.N + n]);
+        want_half[size_t(m) * w.N + n] = __float2half_rn(y);
       }
     }
   }
 
-  void check(const std::string& name, const std::function<void(const ScaledMmParams&)>& launch) const {
-    const DeviceArray<float> out(std::vector<float>(want.size(), NAN));
+  template <class T>
+  void check_typed(const std::string& name, const std::vector<T>& wanted,
+                   const std::function<void(const ScaledMmParams&)>& launch) const {
+    constexpr bool kHalf = sizeof(T) == 2;
+    std::vector<T> poison(wanted.size());
+    std::memset(poison.data(), 0xff, poison.size() * sizeof(T));
+    const DeviceArray<T> out(poison);
     const ScaledMmParams p = {M,
                               w.N,
                               w.K,
@@ -152,18 +163,22 @@ struct Problem {
                               w.bits == 4 ? codebook.data : nullptr,
                               b_scale_device.data,
                               bias_device.data,
-                              residual_device.data,
-                              gate_device.data,
+                              kHalf ? nullptr : residual_device.data,
+                              kHalf ? nullptr : gate_device.data,
                               out.data,
                               DType::kFloat32,
-                              DType::kFloat32,
+                              kHalf ? DType::kFloat16 : DType::kFloat32,
                               1,
                               w.bits,
                               w.group,
                               false};
     launch(p);
     host::check(cudaDeviceSynchronize(), name.c_str());
-    compare(name, out.read(), want);
+    compare(name + (kHalf ? ", half" : ""), out.read(), wanted);
+  }
+  void check(const std::string& name, const std::function<void(const ScaledMmParams&)>& launch) const {
+    check_typed(name, want, launch);
+    check_typed(name, want_half, launch);
   }
 };
 
@@ -195,29 +210,62 @@ void check_stream(const Weight& w) {
 }
 
 void check_hopper(const Weight& w) {
-  for (const hopper::Plan plan : {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{256, 1}}) {
+  for (const hopper::Plan plan : {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{128, 3},
+                                  hopper::Plan{256, 1}, hopper::Plan{256, 2}, hopper::Plan{0, 1}}) {
     const int M = plan.tokens + 5;
     const Problem problem(M, w);
-    const DeviceArray<int8_t> ordered(std::vector<int8_t>(size_t(M) * ((w.K + 127) / 128 * 128), 0));
-    problem.check("hopper " + std::to_string(plan.tokens), [&](const ScaledMmParams& given) {
-      ScaledMmParams p = given;
-      order_tokens({p.a, ordered.data, M, w.K, w.bits, false}, 0, nullptr);
-      p.a = ordered.data;
-      p.programmatic_launch = true;
-      hopper::run(p, &plan, 0, nullptr);
+    problem.check("hopper " + std::to_string(plan.tokens), [&](const ScaledMmParams& p) {
+      const hopper::Problem asked = hopper::problem_of(p);
+      const hopper::Plan used = hopper::rejected(asked, plan) == nullptr ? plan : hopper::Plan{32, 1};
+      int8_t* workspace = nullptr;  // not initialised: nothing may rely on what is in it
+      host::check(cudaMalloc(&workspace, hopper::workspace_bytes(asked, used)), "cudaMalloc");
+      hopper::run(p, workspace, &used, 0, nullptr);
+      host::check(cudaDeviceSynchronize(), "hopper");
+      host::check(cudaFree(workspace), "cudaFree");
     });
+  }
+}
+
+// Only that it writes all of its outputs and nothing else: its results are those of test_quantize_gpu.py.
+void check_quantize() {
+  constexpr int kN = 5, kK = 608;
+  const DeviceArray<float> weight(random_floats(size_t(kN) * kK)), codebook(random_floats(16));
+  for (const Levels levels : {Levels::kTable, Levels::kUniform, Levels::kAsymmetric, Levels::kSixBits}) {
+    for (const int group : {4, 8, 16, 32}) {
+      const bool six = levels == Levels::kSixBits;
+      if (six && group < 16) continue;
+      const DeviceArray<uint8_t> codes(std::vector<uint8_t>(size_t(kN) * kK / 8 * (six ? 6 : 4)));
+      const DeviceArray<uint8_t> s_rel(std::vector<uint8_t>(size_t(kN) * (kK / group), 0x7f));
+      const DeviceArray<float> s_channel(std::vector<float>(kN, 0.0f));
+      const DeviceArray<float> correction(std::vector<float>(size_t(kN) * (kK / group), NAN));
+      quantize_w4a8_weight({weight.data, kK, codebook.data, codes.data, s_rel.data, s_channel.data, correction.data, kN, kK, group,
+                            16, levels, DType::kFloat32, false, true, 7},
+                           0, nullptr);
+      host::check(cudaDeviceSynchronize(), "quantize_w4a8_weight");
+      int missing = 0;
+      for (const uint8_t scale : s_rel.read()) missing += scale == 0x7f;
+      for (const float scale : s_channel.read()) missing += !(scale > 0.0f);
+      if (levels == Levels::kAsymmetric) {
+        for (const float c : correction.read()) missing += std::isnan(c);
+      }
+      ++cases;
+      if (missing > 0) ++failed, std::printf("quantize_w4a8_weight: %d values missing\n", missing);
+    }
   }
 }
 
 }  // namespace
 
 int main() {
+  check_quantize();
   for (const int bits : {4, 6}) {
     for (const int group : {16, 64}) {
-      const Weight w(137, 704, bits, group);
-      check_decode(w);
-      check_stream(w);
-      check_hopper(w);
+      for (const int N : {137, 136}) {  // stores of elements, and by the copy engine
+        const Weight w(N, 704, bits, group);
+        check_decode(w);
+        check_stream(w);
+        check_hopper(w);
+      }
     }
   }
   std::printf("%d cases, %d failed\n", cases, failed);

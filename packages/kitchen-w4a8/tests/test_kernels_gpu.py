@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNELS = ("w4a8/stream", "w4a8/hopper", "w4a8/decoded")
 MOST_ROWS = {"w4a8/stream": 16, "w4a8/hopper": 300, "w4a8/decoded": 300}
 STREAM_PLANS = [(warps, splits) for warps in (1, 2, 4, 8, 16) for splits in (1, 2, 4, 8)]
-HOPPER_PLANS = [(tokens, splits) for tokens in (32, 64, 128, 256) for splits in (1, 2, 4, 8)]
+HOPPER_PLANS = [(tokens, splits) for tokens in (0, 32, 64, 128, 256) for splits in (1, 2, 3, 4, 8)]  # 0: decoded first
 
 
 def generator(seed: int) -> torch.Generator:
@@ -227,21 +227,53 @@ def test_tables_and_signs(kernel, table, signed):
 def test_every_plan(launch, plans, rows, bits):
     if launch == _launch.HOPPER and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("w4a8/hopper needs a GPU of compute capability 9.0")
-    find = _launch.stream_plan if launch == _launch.STREAM else _launch.hopper_plan
     ran = 0
     for N, K in ((333, 4160), (4096, 2048)):
         for M in rows:
-            arguments = problem(M, N, K, bits, 32, bias=torch.float32, residual=True)
+            for residual in (True, False):  # without one, a 16-bit result leaves by the copy engine
+                arguments = problem(M, N, K, bits, 32, bias=torch.float32, residual=residual)
+                want = expected(arguments)
+                for plan in plans:
+                    if launch == _launch.STREAM:
+                        answer = _launch.stream_plan(M, N, K, bits, 32, 0, plan)
+                    else:
+                        answer = _launch.hopper_plan(M, N, K, bits, 32, N % 8 == 0, 0, plan)
+                    if answer.reason:
+                        with pytest.raises(ValueError, match=answer.reason[:20]):
+                            _launch.scaled_mm(launch, *arguments, plan=plan)
+                        continue
+                    ran += 1
+                    assert torch.equal(_launch.scaled_mm(launch, *arguments, plan=plan), want), answer.words
+    assert ran >= (100 if launch == _launch.STREAM else 86)
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+def test_scales_of_every_group_and_alignment(bits, group):
+    """Rows of s_rel that begin at any byte, and a K that ends inside of a stage."""
+    for K in (512, 768 if group == 256 else 640 + 128 * (group == 64), 320 if group <= 64 else 1024):
+        if K % group:
+            continue
+        for M in (40, 200):
+            arguments = problem(M, 136, K, bits, group)
             want = expected(arguments)
-            for plan in plans:
-                answer = find(M, N, K, bits, 32, 0, plan)
-                if answer.reason:
-                    with pytest.raises(ValueError, match=answer.reason[:20]):
-                        _launch.scaled_mm(launch, *arguments, plan=plan)
-                    continue
-                ran += 1
-                assert torch.equal(_launch.scaled_mm(launch, *arguments, plan=plan), want), answer.words
-    assert ran >= (50 if launch == _launch.STREAM else 40)
+            scales = arguments[3].view(torch.uint8)
+            shifted = torch.empty(scales.numel() + 1, dtype=torch.uint8, device="cuda")[1:].view(scales.shape)
+            shifted.copy_(scales)
+            for given in (scales, shifted):
+                arguments[3] = given.view(torch.float8_e4m3fn)
+                for plan in ((64, 1), (128, 1), (0, 1)):
+                    assert torch.equal(_launch.scaled_mm(_launch.HOPPER, *arguments, plan=plan), want), (K, M, plan)
+
+
+def test_decoding_first_in_pieces():
+    """A weight of more than the workspace: three pieces, the last one short."""
+    M, N, K = 72, 40_008, 4096
+    arguments = problem(M, N, K, bias=torch.float16, residual=True)
+    assert _launch.hopper_plan(M, N, K, 4, 16, True, 0, (0, 1)).workspace <= 64 << 20
+    want = ops.w4a8_scaled_mm(*arguments)
+    for _ in range(3):
+        assert torch.equal(_launch.scaled_mm(_launch.HOPPER, *arguments, plan=(0, 1)), want)
 
 
 @pytest.mark.parametrize("bits", [4, 6])
@@ -329,10 +361,11 @@ def linear(x, weight):
     return ops.w4a8_linear(x, *weight, convrot_groupsize=256)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("kernel", "M"), [("w4a8/stream", 16), ("w4a8/hopper", 40), ("w4a8/hopper", 5000), ("w4a8/decoded", 40)]
+)
 @pytest.mark.parametrize("bits", [4, 6])
-def test_graph_replay_with_changed_inputs_on_two_streams_that_share_a_weight(kernel, bits):
-    M = min(MOST_ROWS[kernel], 40)
+def test_graph_replay_with_changed_inputs_on_two_streams_that_share_a_weight(kernel, M, bits):
     x, weights = linear_problem(M, bits=bits)
     graphs = []
     with use(kernel):
@@ -364,20 +397,20 @@ def test_graph_replay_with_changed_inputs_on_two_streams_that_share_a_weight(ker
                     assert torch.equal(out, linear(mine, weights))
 
 
-@pytest.mark.parametrize("M", [1, 16, 40])
+@pytest.mark.parametrize("M", [1, 16, 40, 5000])
 def test_compiles_as_one_graph(M):
-    x, weights = linear_problem(M)
+    x, weights = linear_problem(M, N=2048 if M == 5000 else 1024)
     want = linear(x, weights)
     compiled = torch.compile(lambda x: linear(x, weights) * 1, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), want)
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:2])
-def test_a_weight_written_by_the_kernel_just_before(kernel):
+@pytest.mark.parametrize(("kernel", "M"), [("w4a8/stream", 16), ("w4a8/hopper", 40), ("w4a8/hopper", 4096)])
+def test_a_weight_written_by_the_kernel_just_before(kernel, M):
     """The product starts before the quantizer has ended, but not before what came before that."""
-    x, weights = linear_problem(16, N=4096, K=4096)
+    x, weights = linear_problem(M, N=4096, K=4096)
     wanted = []
-    others = [linear_problem(16, N=4096, K=4096, seed=s)[1] for s in (30, 60)]
+    others = [linear_problem(M, N=4096, K=4096, seed=s)[1] for s in (30, 60)]
     with use(kernel):
         for other in others:
             wanted.append(linear(x, other))
@@ -410,6 +443,53 @@ def test_one_quantized_activation_serves_both_widths(bits):
     shared = ops.w4a8_scaled_mm(codes, scale, *weights)
     assert torch.equal(shared, linear(x, weights))
     assert torch.equal(shared.cpu(), linear(x.cpu(), [None if t is None else t.cpu() for t in weights]))
+
+
+@pytest.mark.parametrize("M", [1, 16, 40, 4096])
+def test_linears_in_a_row_reuse_their_workspaces(M):
+    """Each starts while the one in front ends; torch gives a later call the memory of an earlier one's codes."""
+    x, weights = linear_problem(M, N=2048, K=2048)
+    chain = [x]
+    with use("w4a8/decoded"):
+        for _ in range(4):
+            chain.append(linear(chain[-1] * 2**-6, weights))
+    for _ in range(20):
+        y = x
+        for want in chain[1:]:
+            y = linear(y * 2**-6, weights)
+            assert_equal(y, want)
+
+
+def test_activations_rotations_and_residuals_in_one_call():
+    for M in (3, 40, 4096):
+        _, weights = linear_problem(M, N=520, K=2048)
+        for dtype in DTYPES:
+            for act, width in (("none", 2048), ("swiglu", 4096), ("rms_norm", 2048), ("gelu_tanh", 2048)):
+                x = floats(M, width, dtype=dtype, seed=M)
+                act_weight = floats(2048, seed=1) if act == "rms_norm" else None
+                residual = floats(M, 520, dtype=dtype if act != "swiglu" else torch.float32, seed=2)
+                for rotation in (0, 64, 256):
+                    codes, scale = ops.quantize_and_rotate_rowwise(x, rotation, act, act_weight, 1e-6)
+                    want = ops.w4a8_scaled_mm(
+                        codes, scale, *weights, out_dtype=dtype, residual=residual, residual_scale=floats(520, seed=3)
+                    )
+                    got = ops.w4a8_linear(
+                        x, *weights, convrot_groupsize=rotation, input_act=act, input_act_weight=act_weight,
+                        input_act_eps=1e-6, residual=residual, residual_scale=floats(520, seed=3),
+                    )  # fmt: skip
+                    assert_equal(got, want, f"{M} {dtype} {act} {rotation}")
+
+
+@pytest.mark.parametrize("act", ["none", "swiglu", "rms_norm", "gelu_tanh", "situ"])
+def test_activations_are_quantized_without_kitchen_int8(act):
+    x = floats(5, 1024 if act in ("swiglu", "situ") else 512, dtype=torch.bfloat16)
+    arguments = (x, 64, act, floats(512) if act == "rms_norm" else None, 1e-5)
+    with use("w4a8/rowwise"), expect_kernel("quantize_and_rotate_rowwise", "w4a8/rowwise"):
+        got = ops.quantize_and_rotate_rowwise(*arguments)
+    with use("int8/rowwise"):
+        want = ops.quantize_and_rotate_rowwise(*arguments)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_second_device():

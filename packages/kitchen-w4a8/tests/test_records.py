@@ -106,3 +106,24 @@ def test_rows_that_do_not_fit_shared_memory_are_not_streamed(built):
     assert "too many for NVIDIA GeForce RTX 3090" in answers(simulated_facts("sm_86"), M=16)[STREAM]
     assert chosen(simulated_facts("sm_90"), M=16, K=65536) == STREAM
     assert chosen(simulated_facts("sm_90"), M=16, K=131008) == HOPPER
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
+def test_weights_are_quantized_on_every_chip(built, arch):
+    built(*RELEASE)
+    facts = simulated_facts(arch)
+    asked = {"op": "quantize_w4a8_weight", "M": 4096, "N": 0, "rotation": 256}
+    assert answers(facts, **asked) == {"w4a8/quantize": None}
+    assert "512, the call asks for 48" in answers(facts, **asked | {"group": 48, "K": 4128})["w4a8/quantize"]
+    assert "too many for" in answers(facts, **asked | {"K": 65536})["w4a8/quantize"]
+
+
+def test_activations_are_quantized_without_kitchen_int8(built):
+    built(*RELEASE)
+    facts = simulated_facts("sm_90")
+    asked = {"op": "quantize_and_rotate_rowwise", "N": 0, "rotation": 4096}
+    assert answers(facts, **asked) == {"w4a8/rowwise": None}
+    assert "at most 4096 columns" in answers(facts, **asked | {"rotation": 16384, "K": 16384})["w4a8/rowwise"]
+    found = answers(facts, "w4a8_linear", rotation=16384, K=16384)
+    assert "at most 4096 columns" in found[STREAM]
+    assert "at most 4096 columns" in found[HOPPER]

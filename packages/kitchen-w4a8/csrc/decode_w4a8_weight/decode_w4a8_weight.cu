@@ -12,6 +12,7 @@
 
 #include "kitchen/host/device.h"
 #include "kitchen/host/launch.h"
+#include "kitchen/ptx/dependent_launch.h"
 #include "kitchen/quant/w4a8_decode.h"
 
 namespace kitchen::w4a8 {
@@ -105,6 +106,7 @@ __global__ void __launch_bounds__(kThreads) decode_weight(const __grid_constant_
   const uint32_t units_per_row = p.K / kUnit, units = units_per_row * static_cast<uint32_t>(p.N);
   const Decoder<kBits, kFloatScales> decoder{p, table, levels, units_per_row, static_cast<uint32_t>(p.K / p.group)};
   const uint32_t stride = gridDim.x * kThreads;
+  if (p.launch == EarlyLaunch::kWaitsFirst) ptx::wait_then_launch_dependents();
   if (kTable) {
     quant::fill_decode_table(table, p.codebook, threadIdx.x, kThreads);
   } else if (threadIdx.x < 16) {
@@ -124,6 +126,7 @@ __global__ void __launch_bounds__(kThreads) decode_weight(const __grid_constant_
       reinterpret_cast<uint4*>(p.out)[first + i * stride] = decoder.decode(loaded[i], first + i * stride);
     }
   }
+  if (p.launch == EarlyLaunch::kWaitsLast) ptx::wait_then_launch_dependents();
 }
 
 }  // namespace
@@ -139,7 +142,7 @@ void decode_w4a8_weight(const DecodeParams& p, int device, cudaStream_t stream) 
       std::min<int64_t>(needed, int64_t{kBlocksPerSm} * host::attribute(cudaDevAttrMultiProcessorCount, device));
   const auto kernel = p.bits == 4 ? (p.float_scales ? decode_weight<4, true> : decode_weight<4, false>)
                                   : (p.float_scales ? decode_weight<6, true> : decode_weight<6, false>);
-  host::launch("decode_w4a8_weight", kernel, {grid, kThreads, 1, 0, stream}, p);
+  host::launch("decode_w4a8_weight", kernel, {grid, kThreads, 1, 0, stream, p.launch != EarlyLaunch::kNone}, p);
 }
 
 }  // namespace kitchen::w4a8

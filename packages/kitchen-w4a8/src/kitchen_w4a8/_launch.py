@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kitchen_core.arithmetic import add_residual
+from kitchen_core.arithmetic import PAIR_ACTS, add_residual
+from kitchen_core.codebook import choose_codebook
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
 from kitchen_core.reference.w4a8 import correction_addend
@@ -15,7 +16,11 @@ from kitchen_core.registry import Problem
 
 from ._extension import EXTENSION
 
-STREAM, HOPPER = "w4a8_stream", "w4a8_hopper"  # kernels that decode on the fly, by their names in the extension
+# Kernels that decode on the fly, by their names in the extension.
+STREAM, HOPPER = "w4a8_stream", "w4a8_hopper"
+ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}  # quant::InputAct
+MAX_ROTATION = 4096  # of the quantizer of activations
+LEVELS_CODES = {"codebook": 0, "uniform": 1, "asymmetric": 2, "six": 3}  # Levels of csrc
 MAX_DECODED = 2**35 - 1  # weights of one decoding launch
 
 Plan = tuple[
@@ -24,11 +29,12 @@ Plan = tuple[
 
 
 class PlanAnswer(NamedTuple):
-    """A plan, itself in words, and why it cannot run ('' where it can)."""
+    """A plan, itself in words, why it cannot run ('' where it can), and the bytes that it works in besides."""
 
     plan: Plan
     words: str
     reason: str
+    workspace: int
 
 
 def decode(
@@ -49,6 +55,44 @@ def decode(
             s_rel.dtype == torch.float32, weight.device.index, current_stream(weight.device.index),
         )  # fmt: skip
     return out
+
+
+def quantize_shared_bytes(k: int, group: int) -> int:
+    """Dynamic shared memory of a block of the weight quantizer, which holds a row in fp32."""
+    return 4 * (k + k // group)
+
+
+def quantize(
+    weight: torch.Tensor,
+    group_size: int = 16,
+    convrot_groupsize: int = 256,
+    bits: int = 4,
+    levels: str = "codebook",
+    codebook: torch.Tensor | None = None,
+    scale_search: bool = True,
+    seed: int = 0,
+    scale_dtype: torch.dtype = torch.float8_e4m3fn,
+) -> tuple[torch.Tensor, ...]:
+    """quantize_w4a8_weight by its kernel. A codebook that is not given is chosen on the CPU, as the reference does."""
+    n, k = weight.shape
+    table = weight.new_empty(0, dtype=torch.float32)
+    if bits == 4 and levels == "codebook":
+        table = choose_codebook(weight, group_size, convrot_groupsize) if codebook is None else codebook.float().clone()
+    asymmetric = levels == "asymmetric"
+    qdata = weight.new_empty((n, k * bits // 8), dtype=torch.int8)
+    s_rel = weight.new_empty((n, k // group_size), dtype=scale_dtype)
+    s_channel = weight.new_empty((n,), dtype=torch.float32)
+    correction = weight.new_empty((k // group_size, n) if asymmetric else (0,))
+    if n:
+        if weight.stride(1) != 1 or (weight.data_ptr() | (weight.stride(0) * weight.element_size())) % 16:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        EXTENSION.module.quantize_w4a8_weight(
+            weight.data_ptr(), weight.stride(0), DTYPE_CODES[weight.dtype], table.data_ptr() if table.numel() else 0,
+            qdata.data_ptr(), s_rel.data_ptr(), s_channel.data_ptr(), correction.data_ptr() if asymmetric else 0, n, k,
+            group_size, convrot_groupsize, LEVELS_CODES["six" if bits == 6 else levels], scale_dtype == torch.float32,
+            scale_search, seed, weight.device.index, current_stream(weight.device.index),
+        )  # fmt: skip
+    return qdata, s_rel, s_channel, table, correction
 
 
 def dequantize(
@@ -107,14 +151,69 @@ def linear(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """w4a8_linear: the quantizer, and behind it the product by ``launch``, which reads the weight meanwhile."""
-    codes, x_scale = torch.ops.kitchen.quantize_and_rotate_rowwise.default(
-        x, convrot_groupsize, input_act, input_act_weight, input_act_eps
-    )
-    return _product(
-        launch, codes, x_scale, weight, s_rel, s_channel, codebook, bias, out_dtype or x.dtype, group_size, residual,
-        residual_scale, None, True,
+    """w4a8_linear in one call: the quantizer, and behind it the product by ``launch``, which reads the weight meanwhile.
+
+    Codes and scales of x live in a workspace of this call.
+    """
+    out_dtype = out_dtype or x.dtype
+    if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
+        y = linear(
+            launch, x, weight, s_rel, s_channel, codebook, None, bias, torch.float32, group_size, convrot_groupsize,
+            input_act, input_act_weight, input_act_eps,
+        )  # fmt: skip
+        gate = None if residual_scale is None else residual_scale.reshape(-1)
+        return add_residual(y, residual, gate).to(out_dtype)
+    n, k = weight.shape[0], s_rel.shape[1] * group_size
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    rows = _rows(x)
+    prepared = (
+        _aligned(weight, 16), s_rel.contiguous(), s_channel.reshape(-1).contiguous(), _table(codebook), _contiguous(bias),
+        _contiguous(residual), _gate(residual_scale), _contiguous(input_act_weight),
     )  # fmt: skip
+    b, scales, b_scale, table, bias, residual, gate, act_weight = prepared
+    m, index = rows.shape[0], x.device.index
+    plan, workspace_bytes = _planned(launch, m, weight, k, group_size, out, residual)
+    workspace = x.new_empty(-(-(k + 4) * m // 256) * 256 + workspace_bytes, dtype=torch.uint8)
+    getattr(EXTENSION.module, launch + "_linear")(
+        rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], convrot_groupsize, ACT_CODES[input_act], pointer(act_weight),
+        0 if act_weight is None else DTYPE_CODES[act_weight.dtype], input_act_eps, m, n, k, bits_of(weight, k), group_size,
+        b.data_ptr(), scales.data_ptr(), pointer(table), b_scale.data_ptr(), pointer(bias),
+        0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual), pointer(gate),
+        0 if gate is None or gate.numel() == 1 else 1, out.data_ptr(), DTYPE_CODES[out_dtype], workspace.data_ptr(), plan,
+        index, current_stream(index),
+    )  # fmt: skip
+    return out
+
+
+def quantize_activation(
+    x: torch.Tensor,
+    convrot_groupsize: int = 0,
+    input_act: str = "none",
+    input_act_weight: torch.Tensor | None = None,
+    input_act_eps: float = 0.0,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """quantize_and_rotate_rowwise by the kernel of kitchen-int8, which is compiled into this package too."""
+    rows = _rows(x)
+    k = rows.shape[1] // 2 if input_act in PAIR_ACTS else rows.shape[1]
+    codes = x.new_empty((*x.shape[:-1], k), dtype=torch.int8)
+    scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    act_weight = _contiguous(input_act_weight)
+    EXTENSION.module.quantize_int8_rowwise(
+        rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], codes.data_ptr(), scales.data_ptr(), rows.shape[0], k,
+        convrot_groupsize, ACT_CODES[input_act], pointer(act_weight),
+        0 if act_weight is None else DTYPE_CODES[act_weight.dtype], input_act_eps, max(seed, 0), x.device.index,
+        current_stream(x.device.index),
+    )  # fmt: skip
+    return codes, scales
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as a matrix whose rows are contiguous."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _product(
@@ -154,7 +253,8 @@ def _product(
     a, a_scale, b, scales, b_scale, table, bias, residual, gate = prepared
     if programmatic and not (b is weight and table is codebook and _same(scales, s_rel) and _same(b_scale, s_channel)):
         programmatic = False
-    workspace = a.new_empty((a.shape[0], _whole_blocks(k))) if launch == HOPPER else None
+    plan, workspace_bytes = _planned(launch, a.shape[0], weight, k, group_size, out, residual, plan)
+    workspace = a.new_empty(workspace_bytes)
     getattr(EXTENSION.module, launch)(
         a.shape[0], n, k, bits_of(weight, k), group_size, a.data_ptr(), a_scale.data_ptr(), b.data_ptr(), scales.data_ptr(),
         pointer(table), b_scale.data_ptr(), pointer(bias), 0 if bias is None else DTYPE_CODES[bias.dtype],
@@ -269,19 +369,33 @@ def stream_shared_bytes(problem: Problem, facts: DeviceFacts) -> int:
 
 
 @lru_cache(maxsize=8192)
-def hopper_plan(M: int, N: int, K: int, bits: int, group: int, device: int, plan: Plan | None = None) -> PlanAnswer:
-    """The plan of the Hopper kernel on a device (or the given one)."""
-    gpu = torch.cuda.get_device_properties(device)
-    return PlanAnswer(*EXTENSION.module.w4a8_hopper_plan(M, N, K, bits, group, gpu.multi_processor_count, plan))
+def hopper_plan(
+    M: int, N: int, K: int, bits: int, group: int, copies_result: bool, device: int, plan: Plan | None = None
+) -> PlanAnswer:
+    """The plan of the Hopper kernels on a device (or the given one). ``copies_result``: Problem of csrc/.../hopper.h."""
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return PlanAnswer(*EXTENSION.module.w4a8_hopper_plan(M, N, K, bits, group, copies_result, sm_count, plan))
 
 
-def workspace_bytes(kernel: str, M: int, N: int, K: int, device: int) -> int:
+def _planned(
+    launch: str, m: int, weight: torch.Tensor, k: int, group: int, out: torch.Tensor, residual: torch.Tensor | None,
+    plan: Plan | None = None,
+) -> tuple[Plan | None, int]:  # fmt: skip
+    """The plan to launch with, and the bytes of its workspace."""
+    if launch == STREAM:
+        return plan, 0
+    n = weight.shape[0]
+    aligned = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    copies_result = aligned and (residual is None or residual.data_ptr() % 16 == 0)
+    answer = hopper_plan(m, n, k, bits_of(weight, k), group, copies_result, out.device.index, plan)
+    return answer.plan, answer.workspace
+
+
+def workspace_bytes(kernel: str, M: int, N: int, K: int, device: int, bits: int = 4, group: int = 16) -> int:
     """What a kernel of w4a8_scaled_mm ("stream", "hopper", "decoded") asks of torch's allocator besides its output."""
-    return {"stream": 0, "hopper": M * _whole_blocks(K), "decoded": min(N, chunk_rows(N, K, device)) * K}[kernel]
-
-
-def _whole_blocks(k: int) -> int:
-    return (k + 127) // 128 * 128
+    if kernel == "hopper":
+        return hopper_plan(M, N, K, bits, group, True, device).workspace
+    return min(N, chunk_rows(N, K, device)) * K if kernel == "decoded" else 0
 
 
 def bits_of(weight: torch.Tensor, k: int) -> int:

@@ -310,6 +310,7 @@ class W6A8Format(_Int8GridFormat):
 
     name = "w6a8_int8"
     bits = 6
+    column_planes: ClassVar[dict[str, tuple[int, ...]]] = {"qdata": (2, 1)}  # low nibbles, top bits
     Config = W6A8Config
     tensors = _CORE_TENSORS
 

@@ -13,8 +13,10 @@ from . import _launch
 from ._extension import EXTENSION
 
 FEW_ROWS_PRIORITY, HOPPER_PRIORITY, DECODED_PRIORITY = 110, 100, 60
+ACTIVATION_PRIORITY = 50  # of the quantizer of activations: below kitchen-int8's own record of the same kernel
 FEW_ROWS = 16  # of x, that the streaming kernel takes
 GROUPS = (16, 32, 64, 128, 256)  # that the kernels which decode on the fly take
+QUANTIZED_GROUPS = (4, 8, 16, 32, 64, 128, 256, 512)  # that the weight quantizer takes
 MAX_N = 2**30
 
 
@@ -25,6 +27,27 @@ def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     weights = (problem.N or problem.M) * problem.K  # an op without x has its N in M
     if weights > _launch.MAX_DECODED:
         return f"decodes at most {_launch.MAX_DECODED} weights at once, the call has {weights}"
+    return None
+
+
+def _quantize_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = EXTENSION.why_not(facts)
+    if reason is not None:
+        return reason
+    if problem.group not in QUANTIZED_GROUPS:
+        return f"takes groups of {', '.join(map(str, QUANTIZED_GROUPS))}, the call asks for {problem.group}"
+    if _launch.quantize_shared_bytes(problem.K, problem.group) > facts.shared_memory_optin - 1024:
+        return f"keeps a row in shared memory, and {problem.K} weights are too many for {facts}"
+    return None
+
+
+def _activation_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    return EXTENSION.why_not(facts) or _rotation_reason(problem)
+
+
+def _rotation_reason(problem: Problem) -> str | None:
+    if problem.rotation > _launch.MAX_ROTATION:
+        return f"rotates groups of at most {_launch.MAX_ROTATION} columns, the call has {problem.rotation}"
     return None
 
 
@@ -78,7 +101,7 @@ def _on_the_fly_reason(problem: Problem) -> str | None:
         return f"takes at most {MAX_N} rows of the weight, the call has N={problem.N}"
     if problem.out_dtype not in DTYPE_CODES:
         return f"writes float32, float16 or bfloat16, the call asks for {problem.out_dtype}"
-    return None
+    return _rotation_reason(problem)
 
 
 def _on_the_fly(name: str, launch: str, supports, priority: int) -> tuple[Kernel, Kernel]:
@@ -91,6 +114,15 @@ def _on_the_fly(name: str, launch: str, supports, priority: int) -> tuple[Kernel
 provider = Provider(
     name="kitchen-w4a8",
     kernels=(
+        Kernel("quantize_w4a8_weight", "quantize", _launch.quantize, _quantize_supports, FEW_ROWS_PRIORITY, "w4a8"),
+        Kernel(
+            "quantize_and_rotate_rowwise",
+            "rowwise",
+            _launch.quantize_activation,
+            _activation_supports,
+            ACTIVATION_PRIORITY,
+            "w4a8",
+        ),
         Kernel("decode_w4a8_weight", "decode", _launch.decode, _decode_supports, FEW_ROWS_PRIORITY, "w4a8"),
         Kernel("dequantize_w4a8_weight", "decoded", _launch.dequantize, _dequantize_supports, DECODED_PRIORITY, "w4a8"),
         *_on_the_fly("stream", _launch.STREAM, _stream_supports, FEW_ROWS_PRIORITY),

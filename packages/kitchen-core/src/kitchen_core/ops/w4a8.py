@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import fallback
 from ..arithmetic import check_rotation_group
 from ..errors import UnsupportedError
 from ..reference import w4a8 as reference
@@ -17,6 +18,7 @@ from ._check import (
     check_input_act,
     check_residual,
     check_same_device,
+    check_seed,
     check_shape,
     check_vector,
     check_x,
@@ -60,8 +62,7 @@ def _group_fits(group: int, in_features: int, bits: int) -> bool:
 def check_w4a8_group(group_size: int, in_features: int, bits: int, shape: str = "") -> None:
     """Raises UnsupportedError unless K and the group fit each other and the width.
 
-    K is a multiple of 16 (6 bits: of 32); the group is at least 4, divides K, and divides 16 or is a multiple of it
-    (6 bits: a multiple of 16).
+    K is a multiple of 16 (6 bits: 32); the group, 4 at least, divides K, and divides 16 or is a multiple (6 bits: is one).
     """
     unit = 16 if bits == 4 else 32
     layer = f" (weight {shape})" if shape else ""
@@ -127,6 +128,7 @@ def _quantize_problem(
     check_float("weight", weight)
     if weight.dim() != 2:
         raise UnsupportedError(f"weight must be [N, K], got shape {list(weight.shape)}; flatten leading dims first")
+    check_seed(seed)
     if bits not in (4, 6):
         raise UnsupportedError(f"bits must be 4 or 6, got {bits}")
     if levels not in W4A8_LEVELS:
@@ -321,10 +323,11 @@ def _composed_linear(
     codes, x_scale = torch.ops.kitchen.quantize_and_rotate_rowwise.default(
         x, convrot_groupsize, input_act, input_act_weight, input_act_eps
     )
-    return torch.ops.kitchen.w4a8_scaled_mm.default(
-        codes, x_scale, weight, s_rel, s_channel, codebook, correction, bias, out_dtype or x.dtype, group_size, residual,
-        residual_scale,
-    )  # fmt: skip
+    with fallback.codes_of(x.dtype, out_dtype or x.dtype):
+        return torch.ops.kitchen.w4a8_scaled_mm.default(
+            codes, x_scale, weight, s_rel, s_channel, codebook, correction, bias, out_dtype or x.dtype, group_size,
+            residual, residual_scale,
+        )  # fmt: skip
 
 
 compose("w4a8_scaled_mm", _composed_scaled_mm, ("decode_w4a8_weight", "int8_scaled_mm"))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic import add_residual, fma, hadamard_rotate, int8_matmul, scale_and_bias, uniform_like
+from ..arithmetic import add_residual, divide, fma, hadamard_rotate, int8_matmul, scale_and_bias, uniform_like
 from ..codebook import GROUP_SCALE_FLOOR, choose_codebook
 from ..packing import pack_6bit, pack_nibbles, unpack_6bit, unpack_nibbles
 from .int8 import quantize_and_rotate_rowwise
@@ -187,7 +187,7 @@ def quantize_w4a8_weight(
         else:
             scale, used = _symmetric_scales(w, grid)
         largest = (used * scale).abs().flatten(1).amax(1)
-        channel = (largest / LEVEL_LIMIT).clamp_min(GROUP_SCALE_FLOOR)
+        channel = divide(largest, LEVEL_LIMIT).clamp_min(GROUP_SCALE_FLOOR)
         relative = _to_scale_dtype(scale.squeeze(-1) / channel.unsqueeze(-1), scale_dtype)
         target = (w / channel[:, None, None]).contiguous()
         index, relative = _through_grid(target, relative, grid, bits == 6 and scale_search, seed, rows.start * k)
@@ -200,7 +200,7 @@ def quantize_w4a8_weight(
 
 def _symmetric_scales(w: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales [rows, K/g, 1] and levels [rows, K/g, g] by alternating least squares, from the absmax on."""
-    scale = (w.abs().amax(-1, keepdim=True) / grid.reach).clamp_min(GROUP_SCALE_FLOOR)
+    scale = divide(w.abs().amax(-1, keepdim=True), grid.reach).clamp_min(GROUP_SCALE_FLOOR)
     used = grid.nearest(w / scale)
     for _ in range(ALS_PASSES):
         energy = _sum_of_group(used * used).clamp_min(ENERGY_FLOOR)
@@ -212,7 +212,7 @@ def _symmetric_scales(w: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.
 def _asymmetric_scales(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scales, levels -8..7 and corrections: the 16 levels span [min, max] of each group."""
     low, high = w.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / 15).clamp_min(GROUP_SCALE_FLOOR)
+    scale = divide(high - low, 15.0).clamp_min(GROUP_SCALE_FLOOR)
     used = ((w - low) / scale).round().clamp(0, 15) - 8
     return scale, used, 8 * scale + low
 

@@ -1,4 +1,5 @@
-// The product of w4a8_scaled_mm.h for more than a few rows of a on Hopper, codes decoded in the main loop: see sm90/hopper.cuh.
+// The product of w4a8_scaled_mm.h for more than a few rows of a on Hopper: codes decoded in the main loop (sm90/hopper.cuh), or,
+// for many rows, into a workspace first (sm90/chunked.cu).
 #pragma once
 
 #include <string>
@@ -10,17 +11,20 @@ namespace kitchen::w4a8::hopper {
 struct Problem {
   int64_t M, N, K;
   int bits, group;
+  bool copies_result;  // the copy engine can write the result and read the residual: rows aligned to 16 bytes
 };
 struct Plan {
-  int tokens;  // of a tile: 32, 64 (of 64 outputs), 128 or 256 (of 128 outputs)
-  int splits;  // pieces of K, the blocks of a cluster: 1, 2, 4 or 8; more than 1 for tiles of 32 and 64 tokens only
+  int tokens;  // of a tile: 32, 64 (of 64 outputs), 128 or 256 (of 128 outputs); 0: decoded first, then an INT8 GEMM
+  int splits;  // pieces of K, the blocks of a cluster: 1, 2, 4 or, up to 64 tokens, 8, beyond, 3
 };
 
-Plan choose_plan(const Problem& problem, int sm_count);
+Problem problem_of(const ScaledMmParams& params);
+Plan choose_plan(const Problem& problem, int sm_count);  // the only place that decides
 const char* unsupported(const Problem& problem);  // nullptr, or why not
 const char* rejected(const Problem& problem, const Plan& plan);  // nullptr, or why not
 std::string describe(const Problem& problem, const Plan& plan);
-// params.a: the activations as order_tokens makes them, [M, K rounded up to 128].
-void run(const ScaledMmParams& params, const Plan* forced, int device, cudaStream_t stream);
+int64_t workspace_bytes(const Problem& problem, const Plan& plan);
+// workspace: of workspace_bytes, aligned to 256; nothing need be in it.
+void run(const ScaledMmParams& params, int8_t* workspace, const Plan* forced, int device, cudaStream_t stream);
 
 }  // namespace kitchen::w4a8::hopper

@@ -1,4 +1,4 @@
-// Launches hopper.cuh: checks, the plan, tensor maps. The kernels are compiled in this file.
+// Launches hopper.cuh and chunked.cu: checks, the plan, tensor maps. The kernels of hopper.cuh are compiled in this file.
 #include "w4a8_scaled_mm/hopper/hopper.h"
 
 #include <algorithm>
@@ -7,6 +7,8 @@
 #include "kitchen/host/check.h"
 #include "kitchen/host/device.h"
 #include "kitchen/host/tensor_map.h"
+#include "order_tokens/order_tokens.h"
+#include "w4a8_scaled_mm/hopper/sm90/chunked.h"
 #include "w4a8_scaled_mm/hopper/sm90/hopper.cuh"
 
 namespace kitchen::w4a8::hopper {
@@ -40,29 +42,44 @@ Tiles tiles_of(const Problem& q, const Plan& plan) {
   t.raster_group = static_cast<int>(std::clamp<int64_t>((int64_t{16} << 20) / (plan.tokens * q.K), 1, 16));
   t.group_log2 = log2_of(q.group);
   t.groups_per_row = static_cast<int>(q.K / q.group);
-  t.scale_width = t.groups_per_row % 8 == 0 ? 8 : 1;
   return t;
+}
+
+// Bytes of s_rel that a stage takes of a row, where they lie within the row and are aligned; else 0.
+int scale_width(const ScaledMmParams& p) {
+  const int64_t width = std::max<int64_t>(1, kStage / p.group), groups = p.K / p.group;
+  const bool aligned = groups % width == 0 && reinterpret_cast<uintptr_t>(p.s_rel) % width == 0;
+  return p.K % kStage == 0 && aligned ? static_cast<int>(width) : 0;
+}
+
+// Of so many blocks: a GPC's SMs do not divide evenly (an H200: 132, 66, 39, 30 and about 12).
+double clusters_at_once(int splits, int sm_count) {
+  const double usable = splits <= 2 ? 1.0 : splits == 3 ? 0.89 : splits == 4 ? 0.91 : 0.75;
+  return std::max(1.0, std::floor(sm_count * usable / splits));
 }
 
 // Cycles of the busiest SM. Constants from measurements on an H200 (docs/kernels/w4a8.md).
 double cost(const Problem& q, const Plan& plan, int sm_count) {
-  const bool six = q.bits == 6;
-  constexpr double kStart = 5000, kStorePerToken = 20;
-  constexpr double kMostClusters[] = {1.0, 1.0, 0.8, 0.75};  // of the SMs, that clusters of 1, 2, 4 and 8 fill
+  struct TileCost {
+    int tokens;
+    double four, six, store;  // cycles of 128 columns at 4 and at 6 bits, and of a tile's end
+  };
+  constexpr TileCost kTileCosts[] = {
+      {32, 470, 670, 1500}, {64, 510, 690, 2500}, {128, 1150, 1350, 2500}, {256, 1450, 1700, 4000}};
+  constexpr double kStart = 6000, kCluster = 6000;
   const Tiles t = tiles_of(q, plan);
-  // Of 128 columns: decoding limits up to 128 tokens, the tensor cores and shared memory beyond.
-  const double stage = plan.tokens <= 64 ? (six ? 500 : 370) : plan.tokens == 128 ? (six ? 1600 : 1350) : (six ? 1850 : 1550);
-  const double tile = t.stages_per_split * stage + kStorePerToken * plan.tokens / plan.splits;
+  const TileCost& c = *std::find_if(std::begin(kTileCosts), std::end(kTileCosts),
+                                    [&](const TileCost& of) { return of.tokens == plan.tokens; });
+  const double tile = t.stages_per_split * (q.bits == 6 ? c.six : c.four) + c.store;
   const double blocks = double(t.tiles_m) * t.tiles_n * plan.splits;
-  const double rounds =
-      std::ceil(blocks / std::floor(sm_count * kMostClusters[log2_of(plan.splits)] / plan.splits) / plan.splits);
-  return whole(plan) ? rounds * (kStart + (plan.splits > 1 ? 1000 : 0) + tile) : kStart + rounds * tile;
+  const double rounds = std::ceil(blocks / plan.splits / clusters_at_once(plan.splits, sm_count));
+  return plan.splits > 1 ? rounds * (kStart + kCluster + tile) : kStart + rounds * tile;
 }
 
 template <class Config>
 void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
   static_assert(sizeof(SharedStorage<Config>) <= static_cast<size_t>(kSharedLimit), "the stages do not fit shared memory");
-  const Problem problem = {p.M, p.N, p.K, p.bits, p.group};
+  const Problem problem = problem_of(p);
   KernelParams params = {};
   params.tiles = tiles_of(problem, plan);
   const int64_t padded = ceil_div(p.K, kStage) * kStage, pitch = p.K / 8 * p.bits;
@@ -73,13 +90,24 @@ void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_
   params.s_rel = p.s_rel;
   params.codebook = p.codebook;
   params.epilogue = epilogue_params(p);
-  if (params.tiles.scale_width == 8 && reinterpret_cast<uintptr_t>(p.s_rel) % 8 != 0) params.tiles.scale_width = 1;
+  params.tiles.scale_width = scale_width(p);
+
+  const bool aligned = p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
+  const bool plain = p.residual == nullptr && p.out_type != DType::kFloat32;
+  params.tiles.result_mapped = !Config::kWhole && plan.splits == 1 && plain && aligned;
+  params.result = params.nibbles;
+  if (params.tiles.result_mapped) {
+    const bool half = p.out_type == DType::kFloat16;
+    const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    params.result = host::encode_matrix_map(
+        {type, 2, p.out, p.M, p.N, 2 * p.N, kChunkTokens, kStoreColumns, CU_TENSOR_MAP_SWIZZLE_128B});
+  }
 
   const auto kernel = w4a8_hopper<Config>;
   constexpr int kBytes = sizeof(SharedStorage<Config>);
   host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "w4a8_hopper");
   const int64_t tiles = int64_t{params.tiles.tiles_m} * params.tiles.tiles_n;
-  const int64_t clusters = Config::kWhole ? tiles : std::min<int64_t>(tiles, sm_count);
+  const int64_t clusters = plan.splits > 1 ? tiles : std::min<int64_t>(tiles, sm_count);
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.attrs = attributes;
@@ -121,11 +149,17 @@ const char* unsupported(const Problem& q) {
   return nullptr;
 }
 
+Problem problem_of(const ScaledMmParams& p) {
+  return {p.M, p.N, p.K, p.bits, p.group, chunked::unsupported(p) == nullptr};
+}
+
 const char* rejected(const Problem& q, const Plan& plan) {
+  if (plan.tokens == 0 && !q.copies_result) return "rows of the result and the residual must be aligned to 16 bytes";
+  if (plan.tokens == 0) return plan.splits == 1 ? nullptr : "decoded first, K is not split";
   if (std::find(std::begin(kTokenTiles), std::end(kTokenTiles), plan.tokens) == std::end(kTokenTiles))
-    return "tiles have 32, 64, 128 or 256 tokens";
-  if (plan.splits != 1 && plan.splits != 2 && plan.splits != 4 && plan.splits != 8) return "K is split in 1, 2, 4 or 8";
-  if (plan.splits > 1 && !whole(plan)) return "only tiles of 32 and 64 tokens split K";
+    return "tiles have 32, 64, 128 or 256 tokens, and 0 decodes first";
+  if (plan.splits < 1 || plan.splits > 8 || (plan.splits > 4 && plan.splits < 8)) return "K is split in 1, 2, 3, 4 or 8";
+  if (plan.splits == (whole(plan) ? 3 : 8)) return "tiles of up to 64 tokens split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
   const int64_t stages = ceil_div(q.K, kStage);
   if ((plan.splits - 1) * ceil_div(stages, plan.splits) >= stages) return "a piece of K would be empty";
   if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, rows_of(plan.tokens)) * plan.splits > (int64_t{1} << 31) - 1)
@@ -137,28 +171,37 @@ Plan choose_plan(const Problem& q, int sm_count) {
   Plan best = {256, 1};
   double least = std::numeric_limits<double>::infinity();
   for (const int tokens : kTokenTiles) {
-    for (int splits = 1; splits <= 8; splits *= 2) {
+    for (const int splits : {1, 2, 3, 4, 8}) {
       const Plan plan = {tokens, splits};
       if (rejected(q, plan) != nullptr) continue;
       const double c = cost(q, plan, sm_count);
       if (c < least) least = c, best = plan;
     }
   }
+  const Plan decoded = {0, 1};
+  if (rejected(q, decoded) == nullptr && chunked::estimated_cycles({q.M, q.N, q.K}, sm_count) < least) return decoded;
   return best;
 }
 
-std::string describe(const Problem& q, const Plan& plan) {
-  return "M=" + std::to_string(q.M) + " N=" + std::to_string(q.N) + " K=" + std::to_string(q.K) + " at " +
-         std::to_string(q.bits) + " bits, groups of " + std::to_string(q.group) + ": tiles of " +
-         std::to_string(rows_of(plan.tokens)) + " outputs x " + std::to_string(plan.tokens) + " tokens, K in " +
-         std::to_string(plan.splits) + " pieces";
+int64_t workspace_bytes(const Problem& q, const Plan& plan) {
+  if (plan.tokens == 0) return chunked::workspace_bytes(q.N, q.K);
+  return q.M * ceil_div(q.K, kStage) * kStage;  // the activations as order_tokens makes them
 }
 
-void run(const ScaledMmParams& p, const Plan* forced, int device, cudaStream_t stream) {
-  if (p.M == 0) return;
-  const Problem problem = {p.M, p.N, p.K, p.bits, p.group};
+std::string describe(const Problem& q, const Plan& plan) {
+  const std::string what = "M=" + std::to_string(q.M) + " N=" + std::to_string(q.N) + " K=" + std::to_string(q.K) + " at " +
+                           std::to_string(q.bits) + " bits, groups of " + std::to_string(q.group) + ": ";
+  if (plan.tokens == 0) return what + "decoded first, " + std::to_string(chunked::chunk_rows(q.N, q.K)) + " outputs at once";
+  return what + "tiles of " + std::to_string(rows_of(plan.tokens)) + " outputs x " + std::to_string(plan.tokens) +
+         " tokens, K in " + std::to_string(plan.splits) + " pieces";
+}
+
+void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int device, cudaStream_t stream) {
+  if (given.M == 0) return;
+  ScaledMmParams p = given;
+  const Problem problem = problem_of(p);
   if (const char* reason = unsupported(problem)) {
-    throw std::invalid_argument("w4a8_hopper: " + describe(problem, {0, 1}) + ": " + reason);
+    throw std::invalid_argument("w4a8_hopper: " + describe(problem, {32, 1}) + ": " + reason);
   }
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   host::require((address(p.a) | address(p.codes)) % 16 == 0, "w4a8_hopper: a and the codes must be aligned to 16 bytes");
@@ -168,6 +211,10 @@ void run(const ScaledMmParams& p, const Plan* forced, int device, cudaStream_t s
   if (const char* reason = rejected(problem, plan)) {
     throw std::invalid_argument("w4a8_hopper: " + describe(problem, plan) + ": " + reason);
   }
+  if (plan.tokens == 0) return chunked::run(p, workspace, device, stream);
+  order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, stream);
+  p.a = workspace;
+  p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
   p.bits == 4 ? launch_tokens<4>(p, plan, sm_count, stream) : launch_tokens<6>(p, plan, sm_count, stream);
 }
 

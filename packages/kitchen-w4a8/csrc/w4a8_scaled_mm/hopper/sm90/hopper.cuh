@@ -12,8 +12,10 @@
 //   consumers two warpgroups, or up to 64 tokens four, since decoding is then the limit: kRows / 64 of them, a group, take a
 //             stage, and groups take turns. A lane takes 32 neighbouring columns of rows lane/4 and lane/4 + 8 of its warp, and
 //             the tokens have their words in that order (order_tokens.cu)
-//   sums      int32. Up to 64 tokens: all of a tile in shared memory in the place of the stages, added up over the cluster.
-//             More: 32 tokens at a time, while the stages of the next tile fill; blocks then walk over tiles
+//   sums      int32, in shared memory, while the stages of the next tile fill: blocks walk over tiles. Up to 64 tokens all of a
+//             tile, of all groups. More: a 16-bit result without a residual leaves transposed by stmatrix and the copy engine,
+//             anything else 32 tokens at a time. Where K is split, all sums of a tile are added up over the cluster, whose
+//             blocks have one tile each
 //
 // A programmatic launch reads codes and scales before it waits for the kernel in front, tokens after.
 // Measured: docs/kernels/w4a8.md.
@@ -28,6 +30,7 @@
 #include "kitchen/ptx/load_cluster.h"
 #include "kitchen/ptx/mbarrier.h"
 #include "kitchen/ptx/named_barrier.h"
+#include "kitchen/ptx/stmatrix_transposed.h"
 #include "kitchen/ptx/tma.h"
 #include "kitchen/ptx/wgmma_s8_registers.h"
 #include "kitchen/quant/w4a8_decode.h"
@@ -40,7 +43,9 @@ constexpr int kScaleWarps = 3;
 constexpr int kScaleBytes = 8;  // of an output in a stage
 constexpr int kSteps = kStage / 32;  // instructions of a stage
 constexpr int kSumPad = 4;
-constexpr int kChunkTokens = 32;  // whose sums a warpgroup has in shared memory at once
+constexpr int kChunkTokens = 32;  // that leave at once
+constexpr int kStoreColumns = 64;  // outputs of a warpgroup: 128 bytes of a 16-bit result
+constexpr int kStoreBytes = kChunkTokens * kStoreColumns * 2;  // one of the two staging buffers of a warpgroup
 constexpr int kSharedLimit = 227 * 1024, kTableBytes = 4096, kReservedBytes = 512;
 
 // Outputs of a tile of so many tokens.
@@ -65,10 +70,12 @@ struct Config {
   static constexpr int kStageBytes = kTokenBytes + kCodeBytes + kStageScales;
   static constexpr int kSumPitch = kRows + kSumPad;
   static constexpr int kSumBytes = 4 * kSumPitch * (kWhole ? kTokens : kChunkTokens);
-  static constexpr int kOther = kTableBytes + kReservedBytes + 8 * kRows + 4 * kTokens + 1024;
-  static constexpr int kStages = (kSharedLimit - kOther - (kWhole ? 0 : kSumBytes)) / kStageBytes;
+  static constexpr int kOther = kTableBytes + kReservedBytes + 8 * kRows + 4 * kTokens + 2048;
+  static constexpr int kStages = (kSharedLimit - kOther - kSumBytes) / kStageBytes;
+  static_assert(kWhole || kSumBytes >= 4 * kStoreBytes, "either way out takes the same place");
+  static_assert(kWhole || 4 * kSumPitch * kTokens <= kStages * (kTokenBytes + kCodeBytes),
+                "sums of a split K take the place of the stages");
   static_assert(kStages >= 3, "fewer than three stages cannot hide the copies");
-  static_assert(!kWhole || kSumBytes <= kStages * kStageBytes, "the sums take the place of the stages");
 };
 
 template <class Config>
@@ -76,7 +83,7 @@ struct SharedStorage {
   alignas(1024) uint8_t tokens[Config::kStages][Config::kTokenBytes];
   alignas(128) uint8_t codes[Config::kStages][Config::kCodeBytes];
   alignas(16) uint8_t scales[Config::kStages][Config::kStageScales];
-  alignas(16) uint8_t sums[Config::kWhole ? 16 : Config::kSumBytes];
+  alignas(1024) uint8_t sums[Config::kSumBytes];
   alignas(16) uint8_t table[kTableBytes];
   float2 columns[Config::kRows];  // b_scale and bias of the tile's outputs
   float token_scales[Config::kTokens];
@@ -90,11 +97,12 @@ struct Tiles {
   int tiles_m, tiles_n;
   int raster_group;  // rows of tiles (of tokens) walked together
   int group_log2, groups_per_row;
-  int scale_width;  // bytes of s_rel that can be read at once: 8 or 1
+  int scale_width;  // bytes of s_rel for a stage, where they can be read at once: 8, 4, 2 or 1; else 0
+  bool result_mapped;  // a 16-bit result without a residual, in rows that the copy engine can write
 };
 
 struct KernelParams {
-  CUtensorMap tokens, nibbles, tops;
+  CUtensorMap tokens, nibbles, tops, result;
   Tiles tiles;
   const uint8_t* s_rel;
   const float* codebook;
@@ -157,6 +165,32 @@ __device__ __forceinline__ void produce(SharedStorage<Config>& shared, const Ker
   }
 }
 
+// The eight scales of an output in a stage. Beyond K they mean nothing: the tokens there are zeros.
+__device__ __forceinline__ uint2 load_scales(const KernelParams& p, int row, int column) {
+  const Tiles& t = p.tiles;
+  const uint8_t* const scales = p.s_rel + static_cast<int64_t>(min(row, t.N - 1)) * t.groups_per_row;
+  const int group = column >> t.group_log2;
+  if (t.scale_width == 8) return __ldg(reinterpret_cast<const uint2*>(scales + group));
+  if (t.scale_width == 4) return make_uint2(__ldg(reinterpret_cast<const uint32_t*>(scales + group)), 0);
+  if (t.scale_width == 2) return make_uint2(__ldg(reinterpret_cast<const uint16_t*>(scales + group)), 0);
+  if (t.scale_width == 1) return make_uint2(__ldg(scales + group), 0);
+  uint64_t bytes = 0;
+#pragma unroll 1
+  for (int b = 0; b < kScaleBytes; ++b) {
+    const int index = min((column + 16 * b) >> t.group_log2, t.groups_per_row - 1);
+    bytes |= static_cast<uint64_t>(__ldg(scales + index)) << (8 * b);
+  }
+  return make_uint2(static_cast<uint32_t>(bytes), static_cast<uint32_t>(bytes >> 32));
+}
+
+// What load_scales read, to one byte for every 16 columns.
+__device__ __forceinline__ uint2 spread_scales(uint2 scales, int width) {
+  if (width == 4) return make_uint2(ptx::permute_bytes(scales.x, 0, 0x1100), ptx::permute_bytes(scales.x, 0, 0x3322));
+  if (width == 2) return make_uint2(ptx::permute_bytes(scales.x, 0, 0x0000), ptx::permute_bytes(scales.x, 0, 0x1111));
+  if (width == 1) return make_uint2(scales.x * 0x01010101u, scales.x * 0x01010101u);
+  return scales;
+}
+
 // Three warps, every third stage each: e4m3 bytes, one for each 16 columns.
 template <class Config>
 __device__ __forceinline__ void produce_scales(SharedStorage<Config>& shared, const KernelParams& p, int warp, int first_stage,
@@ -171,116 +205,168 @@ __device__ __forceinline__ void produce_scales(SharedStorage<Config>& shared, co
       const bool mine = turn == warp;
       turn = turn + 1 == kScaleWarps ? 0 : turn + 1;
       if (!mine) continue;
-      const int column = (first_stage + k) * kStage, group = column >> t.group_log2;
-      uint64_t bytes[Config::kRows / 32];
+      const int column = (first_stage + k) * kStage;
+      uint2 scales[Config::kRows / 32];
 #pragma unroll
-      for (int i = 0; i < Config::kRows / 32; ++i) {
-        const uint8_t* const row = p.s_rel + static_cast<int64_t>(min(first_row + lane + 32 * i, t.N - 1)) * t.groups_per_row;
-        if (t.scale_width == 8 && t.group_log2 == 4) {
-          bytes[i] = *reinterpret_cast<const uint64_t*>(row + group);
-        } else {
-          bytes[i] = 0;
-#pragma unroll
-          for (int b = 0; b < kScaleBytes; ++b) {
-            const int index = min((column + 16 * b) >> t.group_log2, t.groups_per_row - 1);
-            bytes[i] |= static_cast<uint64_t>(row[index]) << (8 * b);
-          }
-        }
-      }
+      for (int i = 0; i < Config::kRows / 32; ++i) scales[i] = load_scales(p, first_row + lane + 32 * i, column);
       ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
 #pragma unroll
       for (int i = 0; i < Config::kRows / 32; ++i)
-        reinterpret_cast<uint64_t*>(shared.scales[at.stage])[lane + 32 * i] = bytes[i];
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&shared.full[at.stage]);
+        reinterpret_cast<uint2*>(shared.scales[at.stage])[lane + 32 * i] = spread_scales(scales[i], t.scale_width);
+      ptx::mbarrier_arrive(&shared.full[at.stage]);  // every lane for its own stores
     }
   }
 }
 
-// The operands of a stage: a[step] of 128 columns x 16 outputs of this warp.
+// What a lane decodes of a stage: 32 neighbouring columns of outputs lane/4 and lane/4 + 8 of this warp's 16.
 template <class Config>
-__device__ __forceinline__ void decode_stage(uint32_t (&a)[kSteps][4], const SharedStorage<Config>& shared, int stage) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, q = lane % 4,
-            row = static_cast<int>(threadIdx.x) % Config::kGroupThreads / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
+struct Codes {
+  uint4 nibbles[2];
+  uint2 tops[2];  // 6 bits
+  uint32_t scales[2];  // of two groups of 16 columns each
+
+  __device__ __forceinline__ void load(const SharedStorage<Config>& shared, int stage) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, q = lane % 4,
+              row = static_cast<int>(threadIdx.x) % Config::kGroupThreads / 32 * 16 + lane / 4;
     const uint8_t* const codes = shared.codes[stage];
-    const uint4 n = *reinterpret_cast<const uint4*>(codes + (row + 8 * i) * 64 + 16 * q);
-    const uint32_t scales = *reinterpret_cast<const uint16_t*>(shared.scales[stage] + (row + 8 * i) * kScaleBytes + 2 * q);
-    uint32_t words[8];
-    if constexpr (Config::kBits == 4) {
-      const uint4* const table = reinterpret_cast<const uint4*>(shared.table);
-      const uint4 first = table[scales & 255], second = table[scales >> 8];
-      quant::look_up(first, n.x, words[0], words[1]);
-      quant::look_up(first, n.y, words[2], words[3]);
-      quant::look_up(second, n.z, words[4], words[5]);
-      quant::look_up(second, n.w, words[6], words[7]);
-    } else {
-      const uint2 top = *reinterpret_cast<const uint2*>(codes + Config::kNibbleBytes + (row + 8 * i) * 32 + 8 * q);
-      const uint2* const table = reinterpret_cast<const uint2*>(shared.table);
-      uint32_t low[4], high[4];
-      quant::decode_six(n.x, n.y, top.x, table[scales & 255], low);
-      quant::decode_six(n.z, n.w, top.y, table[scales >> 8], high);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) words[w] = low[w], words[4 + w] = high[w];
+    for (int i = 0; i < 2; ++i) {
+      nibbles[i] = *reinterpret_cast<const uint4*>(codes + (row + 8 * i) * 64 + 16 * q);
+      if (Config::kBits == 6)
+        tops[i] = *reinterpret_cast<const uint2*>(codes + Config::kNibbleBytes + (row + 8 * i) * 32 + 8 * q);
+      scales[i] = *reinterpret_cast<const uint16_t*>(shared.scales[stage] + (row + 8 * i) * kScaleBytes + 2 * q);
     }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) a[step][i] = words[2 * step], a[step][2 + i] = words[2 * step + 1];
   }
-}
+
+  __device__ __forceinline__ static uint32_t word(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+  }
+
+  // A quarter of the work: operands a[step] at 4 bits; at 6 bits, of output step % 2, those of two steps.
+  template <int kStep>
+  __device__ __forceinline__ void decode(uint32_t (&a)[kSteps][4], const uint8_t* table) const {
+    constexpr int kHalf = kStep / 2;
+    if constexpr (Config::kBits == 4) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint4 row = reinterpret_cast<const uint4*>(table)[kHalf == 0 ? scales[i] & 255 : scales[i] >> 8];
+        quant::look_up(row, word(nibbles[i], kStep), a[kStep][i], a[kStep][2 + i]);
+      }
+    } else {
+      constexpr int i = kStep % 2;
+      const uint2 scale = reinterpret_cast<const uint2*>(table)[kHalf == 0 ? scales[i] & 255 : scales[i] >> 8];
+      uint32_t words[4];
+      quant::decode_six(word(nibbles[i], 2 * kHalf), word(nibbles[i], 2 * kHalf + 1), kHalf == 0 ? tops[i].x : tops[i].y, scale,
+                        words);
+      a[2 * kHalf][i] = words[0], a[2 * kHalf][2 + i] = words[1];
+      a[2 * kHalf + 1][i] = words[2], a[2 * kHalf + 1][2 + i] = words[3];
+    }
+  }
+
+  __device__ __forceinline__ void decode_all(uint32_t (&a)[kSteps][4], const uint8_t* table) const {
+    decode<0>(a, table), decode<1>(a, table), decode<2>(a, table), decode<3>(a, table);
+  }
+};
 
 template <class Config>
-__device__ __forceinline__ void multiply(int (&acc)[Config::kTokens / 2], const uint32_t (&a)[kSteps][4],
-                                         const SharedStorage<Config>& shared, int stage) {
-  const uint64_t b = ptx::descriptor_swizzle128(ptx::smem_address(shared.tokens[stage]));
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) ptx::WgmmaS8Registers<Config::kTokens>::mma(acc, a[step], b + 2 * step, 1);
-  ptx::wgmma_commit();
+__device__ __forceinline__ uint64_t token_descriptor(const SharedStorage<Config>& shared, int stage) {
+  return ptx::descriptor_swizzle128(ptx::smem_address(shared.tokens[stage]));
 }
 
-// This group's stages of a tile, `count` of them. One group alone decodes a stage while the instructions of the one before run,
-// from a second set of registers; several overlap each other.
+// This warp reads the stage no more.
+template <class Config>
+__device__ __forceinline__ void release(SharedStorage<Config>& shared, int stage) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+}
+
+// One step: an instruction is started, and while it runs a quarter of the next stage decoded. An instruction whose operand lies
+// in registers holds up the warp until the one before it has ended, so four in a row would leave no time to decode.
+template <class Config, int kStep>
+__device__ __forceinline__ void multiply_and_decode(int (&acc)[Config::kTokens / 2], const uint32_t (&a)[kSteps][4], uint64_t b,
+                                                    bool decodes, const Codes<Config>& codes, uint32_t (&next)[kSteps][4],
+                                                    const uint8_t* table) {
+  ptx::WgmmaS8Registers<Config::kTokens>::mma(acc, a[kStep], b + 2 * kStep, 1);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<1>();
+  if (decodes) codes.template decode<kStep>(next, table);
+}
+
+// One group of warps: it decodes a stage while it multiplies the one before, from a second set of registers.
+template <class Config>
+__device__ __forceinline__ void mainloop_ahead(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
+                                               RingPosition<Config::kStages>& at, int count) {
+  uint32_t a[2][kSteps][4];
+  Codes<Config> codes;
+  ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+  codes.load(shared, at.stage);
+  codes.decode_all(a[0], shared.table);
+  int previous = -1;
+  const auto one = [&](const uint32_t(&operands)[kSteps][4], uint32_t(&next)[kSteps][4]) {
+    const int stage = at.stage;
+    const uint64_t b = token_descriptor(shared, stage);
+    at.advance();
+    const bool decodes = --count > 0;
+    if (decodes) {
+      ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+      codes.load(shared, at.stage);
+    }
+    ptx::wgmma_fence();
+    multiply_and_decode<Config, 0>(acc, operands, b, decodes, codes, next, shared.table);
+    if (previous >= 0) release(shared, previous);
+    multiply_and_decode<Config, 1>(acc, operands, b, decodes, codes, next, shared.table);
+    multiply_and_decode<Config, 2>(acc, operands, b, decodes, codes, next, shared.table);
+    multiply_and_decode<Config, 3>(acc, operands, b, decodes, codes, next, shared.table);
+    previous = stage;
+  };
+#pragma unroll 1
+  while (count >= 2) {
+    one(a[0], a[1]);
+    one(a[1], a[0]);
+  }
+  if (count > 0) one(a[0], a[1]);
+  ptx::wgmma_wait<0>();
+  release(shared, previous);
+}
+
+// Several groups take turns of stages and overlap each other.
+template <class Config>
+__device__ __forceinline__ void mainloop_turns(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
+                                               RingPosition<Config::kStages>& at, int count) {
+  uint32_t a[kSteps][4];
+  int previous = -1;
+#pragma unroll 1
+  for (; count > 0; --count) {
+    ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+    ptx::wgmma_wait<0>();
+    if (previous >= 0) release(shared, previous);
+    Codes<Config> codes;
+    codes.load(shared, at.stage);
+    codes.decode_all(a, shared.table);
+    const uint64_t b = token_descriptor(shared, at.stage);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) ptx::WgmmaS8Registers<Config::kTokens>::mma(acc, a[step], b + 2 * step, 1);
+    ptx::wgmma_commit();
+    previous = at.stage;
+#pragma unroll
+    for (int i = 0; i < Config::kGroups; ++i) at.advance();
+  }
+  ptx::wgmma_wait<0>();
+  if (previous >= 0) release(shared, previous);
+}
+
+// This group's stages of a tile, `count` of them.
 template <class Config>
 __device__ __forceinline__ void mainloop(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
                                          RingPosition<Config::kStages>& at, int count) {
 #pragma unroll
   for (int i = 0; i < Config::kTokens / 2; ++i) acc[i] = 0;
-  constexpr bool kAhead = Config::kGroups == 1;
-  uint32_t a[kAhead ? 2 : 1][kSteps][4];
-  int previous = -1;
-  const auto release_previous = [&] {
-    if (previous >= 0 && threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
-  };
-  const auto one = [&](uint32_t(&operands)[kSteps][4]) {
-    ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-    if constexpr (!kAhead) {
-      ptx::wgmma_wait<0>();
-      release_previous();
-    }
-    decode_stage<Config>(operands, shared, at.stage);
-    multiply<Config>(acc, operands, shared, at.stage);
-    if constexpr (kAhead) {
-      ptx::wgmma_wait<1>();
-      release_previous();
-    }
-    previous = at.stage;
-#pragma unroll
-    for (int i = 0; i < Config::kGroups; ++i) at.advance();
-  };
-  if constexpr (kAhead) {
-#pragma unroll 1
-    for (; count >= 2; count -= 2) {
-      one(a[0]);
-      one(a[1]);
-    }
-    if (count > 0) one(a[0]);
+  if constexpr (Config::kGroups == 1) {
+    mainloop_ahead<Config>(acc, shared, at, count);
   } else {
-#pragma unroll 1
-    for (; count > 0; --count) one(a[0]);
+    mainloop_turns<Config>(acc, shared, at, count);
   }
-  ptx::wgmma_wait<0>();
-  release_previous();
 }
 
 __device__ __forceinline__ void finish_quad(const KernelParams& p, const float2* columns, float a_scale, int m, int n,
@@ -337,12 +423,54 @@ __device__ __forceinline__ void finish_chunks(const KernelParams& p, SharedStora
   }
 }
 
-// Up to 64 tokens: all sums in the place of the stages; the blocks of a cluster take turns of tokens.
+__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  warpgroup == 0 ? ptx::named_barrier_sync<3, 128>() : ptx::named_barrier_sync<4, 128>();
+}
+
+// A 16-bit result without a residual, in rows that the copy engine can write: 32 tokens x 64 outputs of a warpgroup at a time.
+template <class Config, bool kHalf>
+__device__ __forceinline__ void finish_mapped(const KernelParams& p, SharedStorage<Config>& shared,
+                                              const int (&acc)[Config::kTokens / 2], int2 tile) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32, warpgroup = warp / 4;
+  const float2 low = shared.columns[warp * 16 + lane / 4], high = shared.columns[warp * 16 + lane / 4 + 8];
+  uint8_t* const staging = shared.sums + warpgroup * 2 * kStoreBytes;
+  const uint32_t place = ptx::smem_address(staging) + (8 * (lane / 16) + lane % 8) * 128 +
+                         ((32 * (warp % 4) + 16 * (lane / 8 % 2)) ^ (lane % 8 << 4));
+  constexpr DType kType = kHalf ? DType::kFloat16 : DType::kBFloat16;
+#pragma unroll
+  for (int chunk = 0; chunk < Config::kTokens / kChunkTokens; ++chunk) {
+    const int buffer = chunk % 2;
+    if (threadIdx.x % 128 == 0) ptx::tma_store_wait_read<1>();
+    warpgroup_barrier(warpgroup);  // the buffer's last content has gone
+#pragma unroll
+    for (int j = 0; j < kChunkTokens / 8; j += 2) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int block = chunk * (kChunkTokens / 8) + j + i;
+        const float2 a_scale = *reinterpret_cast<const float2*>(shared.token_scales + 8 * block + 2 * (lane % 4));
+        const int* const sum = acc + 4 * block;
+        words[2 * i] = pack_pair(scale(sum[0], a_scale.x, low.x, low.y), scale(sum[1], a_scale.y, low.x, low.y), kType);
+        words[2 * i + 1] = pack_pair(scale(sum[2], a_scale.x, high.x, high.y), scale(sum[3], a_scale.y, high.x, high.y), kType);
+      }
+      ptx::stmatrix_x4_transposed(place + buffer * kStoreBytes + 8 * j * 128, words[0], words[1], words[2], words[3]);
+    }
+    ptx::fence_async_proxy();
+    warpgroup_barrier(warpgroup);
+    if (threadIdx.x % 128 == 0) {
+      ptx::tma_store(&p.result, staging + buffer * kStoreBytes, tile.x + warpgroup * kStoreColumns,
+                     tile.y + chunk * kChunkTokens);
+      ptx::tma_store_commit();
+    }
+  }
+}
+
+// Up to 64 tokens: all sums at once; the blocks of a cluster take turns of tokens.
 template <class Config>
 __device__ __forceinline__ void finish_whole(const KernelParams& p, SharedStorage<Config>& shared,
                                              const int (&acc)[Config::kTokens / 2], int2 tile, int rank) {
   constexpr int kQuads = Config::kRows / 4;
-  int* const sums = reinterpret_cast<int*>(&shared);
+  int* const sums = reinterpret_cast<int*>(shared.sums);
   const int splits = p.tiles.splits;
   gather_sums<Config, Config::kTokens / 8>(sums, acc);
   if (splits > 1) ptx::cluster_sync_diverged();
@@ -358,6 +486,43 @@ __device__ __forceinline__ void finish_whole(const KernelParams& p, SharedStorag
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     finish_quad(p, shared.columns + column, shared.token_scales[token], m, tile.x + column, sum);
+  }
+}
+
+// More than 64 tokens and a split K: all sums in the place of the stages, which nothing fills again; the blocks of a cluster
+// take turns of tokens. Loads from the others are all on their way before the first is used.
+template <class Config, int kSplits>
+__device__ __forceinline__ void finish_split(const KernelParams& p, SharedStorage<Config>& shared, int2 tile, int rank) {
+  constexpr int kQuads = Config::kRows / 4, kTokensAtOnce = Config::kConsumerThreads / kQuads;  // of a block
+  constexpr int kRounds = (Config::kTokens + kSplits * kTokensAtOnce - 1) / (kSplits * kTokensAtOnce);
+  constexpr int kTogether = kRounds % 2 == 0 ? 2 : 1;
+  const int* const sums = reinterpret_cast<const int*>(&shared);
+  const int column = static_cast<int>(threadIdx.x) % kQuads * 4;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; round += kTogether) {
+    int4 sum[kTogether][kSplits];
+    int token[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      token[i] = ((round + i) * kTokensAtOnce + static_cast<int>(threadIdx.x) / kQuads) * kSplits + rank;
+      const int* const own = sums + min(token[i], Config::kTokens - 1) * Config::kSumPitch + column;
+#pragma unroll
+      for (int other = 0; other < kSplits; ++other) {
+        const int block = rank + other;
+        sum[i][other] = ptx::load_cluster_16(own, block < kSplits ? block : block - kSplits);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+      for (int other = 1; other < kSplits; ++other) {
+        sum[i][0].x += sum[i][other].x, sum[i][0].y += sum[i][other].y;
+        sum[i][0].z += sum[i][other].z, sum[i][0].w += sum[i][other].w;
+      }
+      const int m = tile.y + token[i];
+      if (token[i] < Config::kTokens && m < p.tiles.M)
+        finish_quad(p, shared.columns + column, shared.token_scales[token[i]], m, tile.x + column, sum[i][0]);
+    }
   }
 }
 
@@ -386,10 +551,24 @@ __device__ __forceinline__ void consume(SharedStorage<Config>& shared, const Ker
     if (thread < Config::kTokens) shared.token_scales[thread] = token_scale;  // seen after gather_sums' barriers
     if constexpr (Config::kWhole) {
       finish_whole<Config>(p, shared, acc, tile, rank);
-    } else {
+    } else if (p.tiles.splits > 1) {
+      ptx::named_barrier_sync<1, Config::kConsumerThreads>();  // every instruction that reads the stages has ended
+      put_sums<Config, Config::kTokens / 8>(reinterpret_cast<int*>(&shared), acc, false);
+      ptx::cluster_sync_diverged();
+      switch (p.tiles.splits) {
+        case 2: finish_split<Config, 2>(p, shared, tile, rank); break;
+        case 3: finish_split<Config, 3>(p, shared, tile, rank); break;
+        default: finish_split<Config, 4>(p, shared, tile, rank);
+      }
+    } else if (!p.tiles.result_mapped) {
       finish_chunks<Config>(p, shared, acc, tile);
+    } else {
+      ptx::named_barrier_sync<1, Config::kConsumerThreads>();  // scales of columns and tokens are there
+      p.epilogue.out_type == DType::kFloat16 ? finish_mapped<Config, true>(p, shared, acc, tile)
+                                             : finish_mapped<Config, false>(p, shared, acc, tile);
     }
   }
+  if (!Config::kWhole && thread % 128 == 0) ptx::tma_store_wait_read<0>();
 }
 
 template <class Config>
@@ -404,7 +583,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_
     ptx::tma_prefetch_map(&p.nibbles);
     ptx::tma_prefetch_map(&p.tokens);
     for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(&shared.full[stage], 2);  // the copies, the scales
+      ptx::mbarrier_init(&shared.full[stage], 1 + 32);  // the copies, a warp's scales
       ptx::mbarrier_init(&shared.empty[stage], Config::kGroupThreads / 32);
     }
     ptx::mbarrier_init_fence();
@@ -424,13 +603,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_
     } else {
       produce_scales<Config>(shared, p, warp - kProducerWarp - 1, first_stage, stages);
     }
-    if (Config::kWhole && p.tiles.splits > 1) ptx::cluster_sync_diverged();
+    if (p.tiles.splits > 1) ptx::cluster_sync_diverged();
   } else {
     ptx::setmaxnreg_grow<Config::kConsumerRegisters>();
     consume<Config>(shared, p, rank, stages);
   }
   // A block must outlive the loads of its sums by the others.
-  if (Config::kWhole && p.tiles.splits > 1) ptx::cluster_sync_diverged();
+  if (p.tiles.splits > 1) ptx::cluster_sync_diverged();
 }
 
 }  // namespace kitchen::w4a8::hopper
