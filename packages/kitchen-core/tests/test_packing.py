@@ -94,6 +94,10 @@ def test_strides_do_not_matter():
         assert_equal(unpack_nibbles(view), unpack_nibbles(view.contiguous()))
     assert_equal(pack_6bit(wide[:, ::2]), pack_6bit(wide[:, ::2].contiguous()))
     assert_equal(unpack_6bit(wide.t()[:, ::2]), unpack_6bit(wide.t()[:, ::2].contiguous()))
+    for view in (wide.t(), wide.t()[::2], wide[:, ::2].t()[:12]):
+        assert pack_nibbles(view[:, :6]).is_contiguous()
+        assert pack_6bit(view[:, :4]).is_contiguous()
+        assert unpack_nibbles(view).is_contiguous()
 
 
 REFUSED = {

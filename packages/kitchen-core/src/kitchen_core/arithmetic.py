@@ -164,6 +164,15 @@ def quantize_rowwise(x: torch.Tensor, seed: int = 0, first_element: int = 0) -> 
     return codes.to(torch.int8).contiguous(), torch.where(finite, scale, float("nan")).contiguous()
 
 
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """x contiguous and at an address that BLAS calls aligned, copied where it is not.
+
+    For fp32 products: neither strides nor alignment then choose the routine, and with it the order of the sum.
+    """
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 64 else x
+
+
 def fp16_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp16 rows whose absmax lies in [1, 2), and the power of two per row that takes them back."""
     absmax = rows.abs().amax(-1, keepdim=True) if rows.numel() else rows.new_ones(rows.shape[0], 1)

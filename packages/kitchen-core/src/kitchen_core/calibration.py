@@ -46,9 +46,9 @@ class Calibration:
         self.in_features = in_features
         self.sample_rows = sample_rows
         self.count = 0
-        self.second_moment = torch.zeros(in_features, in_features, device=device)
-        self.absmax = torch.zeros(in_features, device=device)
-        self.sample = torch.zeros(0, in_features, device=device)
+        self.second_moment = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+        self.absmax = torch.zeros(in_features, dtype=torch.float32, device=device)
+        self.sample = torch.zeros(0, in_features, dtype=torch.float32, device=device)
         self._stride = 1  # the sample holds the rows 0, stride, 2 * stride, ... of those seen
 
     def mean_moment(self, device: torch.device | str) -> torch.Tensor:
@@ -97,7 +97,7 @@ class Calibration:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything as tensors, for a file; ``from_tensors`` undoes it."""
-        numbers = torch.tensor([self.count, self.sample_rows, self._stride])
+        numbers = torch.tensor([self.count, self.sample_rows, self._stride], device="cpu")
         return {
             "second_moment": self.second_moment, "absmax": self.absmax, "sample": self.sample, "numbers": numbers,
         }  # fmt: skip

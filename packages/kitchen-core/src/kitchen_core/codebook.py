@@ -49,12 +49,12 @@ def fit_codebook(samples: torch.Tensor) -> torch.Tensor:
     values, since equal levels would stay equal.
     """
     values = samples.detach().reshape(-1).cpu().double().sort().values
-    positions = torch.linspace(0, 1, 16, dtype=torch.float64)
+    positions = torch.linspace(0, 1, 16, dtype=torch.float64, device="cpu")
     table = torch.quantile(values, positions)
     if (table.diff() <= 0).any():
         table = torch.quantile(values.unique(), positions)
     prefix = torch.cat((values.new_zeros(1), values.cumsum(0)))
-    ends = torch.tensor([0, values.numel()])
+    ends = torch.tensor([0, values.numel()], device="cpu")
     for _ in range(FIT_ITERATIONS):
         inner = torch.searchsorted(values, (table[1:] + table[:-1]) / 2, right=True)
         edges = torch.cat((ends[:1], inner, ends[1:]))

@@ -24,7 +24,7 @@ from .errors import UnsupportedError
 
 # Turing parts that report compute capability 7.5 and have no tensor cores: the number alone cannot tell them from a T4.
 TURING_WITHOUT_TENSOR_CORES = (
-    "1630", "1650", "1660", "MX450", "MX550", "T500", "T550", "T600", "T1000", "T1200", "T2000", "CMP 30HX",
+    "1630", "1650", "1660", "MX450", "MX550", "T400", "T500", "T550", "T600", "T1000", "T1200", "T2000", "CMP 30HX",
 )  # fmt: skip
 
 

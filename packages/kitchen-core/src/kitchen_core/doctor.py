@@ -138,6 +138,7 @@ def explanation_as_dict(explanation: Explanation) -> dict[str, Any]:
         "problem": str(explanation.problem),
         "chosen": explanation.chosen.id if explanation.chosen else None,
         "slow": bool(explanation.chosen and explanation.chosen.slow and explanation.facts.kind != "cpu"),
+        "calls": list(explanation.chosen.calls) if explanation.chosen else [],
         "candidates": [{"kernel": c.kernel.id, "reason": c.reason} for c in explanation.candidates],
         "notes": list(explanation.notes),
     }
@@ -168,11 +169,33 @@ def _render_device(device: dict[str, Any]) -> list[str]:
     if facts["arch"].startswith("sm_"):
         cores = ", ".join(facts["tensor cores"]) or "none"
         lines.append(f"  tensor cores: {cores}; driver supports CUDA {facts['driver supports CUDA'] or 'unknown'}")
+    said: set[str] = set()
     for op, cases in device["ops"].items():
-        chosen = {m: case["chosen"] + (" (slow path)" if case["slow"] else "") for m, case in cases.items()}
+        chosen = {m: f"{case['chosen']}{_remark(device, m, case)}" for m, case in cases.items()}
         what = chosen["M=1"] if len(set(chosen.values())) == 1 else ", ".join(f"{m}: {k}" for m, k in chosen.items())
         lines.append(f"  {op:30} {what}")
+        reasons: dict[str, list[str]] = {}
         for candidate in cases["M=1"]["candidates"]:
             if candidate["reason"] and not candidate["reason"].startswith("composes"):
-                lines.append(f"      {candidate['kernel']}: {candidate['reason']}")
+                reasons.setdefault(candidate["reason"], []).append(candidate["kernel"])
+        for reason, kernels in reasons.items():
+            head, colon, _ = reason.partition(":")
+            short = f"{head} (see above)" if colon and reason in said else reason
+            lines.append(f"      {', '.join(kernels)}: {short}")
+        said.update(reasons)
     return lines
+
+
+def _remark(device: dict[str, Any], m: str, case: dict[str, Any]) -> str:
+    """What a chosen kernel's name leaves out: that it is slow, or which ops a composition calls and which of these are."""
+    if case["slow"]:
+        return " (slow path)"
+    slow = [op for op in case["calls"] if _is_slow(device, op, m)]
+    if slow:
+        return f" (slow path in {', '.join(slow)})"
+    return f" (calls {', '.join(case['calls'])})" if case["calls"] else ""
+
+
+def _is_slow(device: dict[str, Any], op: str, m: str) -> bool:
+    case = device["ops"][op][m]
+    return case["slow"] or any(_is_slow(device, inner, m) for inner in case["calls"])

@@ -23,3 +23,7 @@ class BuildMismatchError(PluginError):
 
 class InferenceOnlyError(KitchenError, RuntimeError):
     """A gradient was asked of something that has none."""
+
+
+class NonFiniteError(KitchenError, ArithmeticError):
+    """An op gave an inf or a NaN while ``check_finite`` was on."""

@@ -1,4 +1,4 @@
-"""``explain``: which kernel would run a call, and why the others would not."""
+"""``explain``: which kernel would run a call, and why the others would not; ``accepts``: whether an op takes an argument."""
 
 from __future__ import annotations
 
@@ -30,3 +30,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if unknown:
         raise UnsupportedError(f"unknown fields {sorted(unknown)}; a problem has {', '.join(Problem._fields[1:])}")
     return explain_problem(Problem(op=op, **{**fields, "device": torch.device(fields["device"])}))
+
+
+def accepts(op: str, *arguments: str) -> bool:
+    """Whether this version has an op of this name that takes all these arguments, by name.
+
+    For callers that are updated apart from kitchen: ask before passing a newer argument. Which values and devices are
+    taken is what ``explain`` answers.
+    """
+    if op not in problem_builders():
+        return False
+    schema = getattr(torch.ops.kitchen, op).default._schema
+    return set(arguments) <= {argument.name for argument in schema.arguments}

@@ -1,7 +1,8 @@
 """The CUDA extension of a format package: whether it was built, for what, and the module itself, loaded when first used.
 
-Whether it can be used is decided by `_build_info.json`, which the package's build installs, and by device facts; never by a
-caught ImportError, which would hide a broken binary. Nothing here imports torch or an extension at import time.
+Whether it can be used is decided by `_build_info.json`, which the package's build installs, by device facts, and by loading it
+once: what a broken binary says is a kernel's reason, shown by `explain`, `doctor` and the warning of the slow path.
+Nothing here imports torch or an extension at import time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CudaExtension:
     def __init__(self, package: str) -> None:
         self.package = package
         self.distribution = package.replace("_", "-")
-        self.rebuild = f"reinstall {self.distribution} with nvcc on PATH and CUDAARCHS set, for example CUDAARCHS=90a"
+        self.rebuild = f"reinstall {self.distribution} with nvcc on PATH and CUDAARCHS set to your GPU's (90a: H100)"
 
     @cached_property
     def build_info(self) -> dict[str, Any]:
@@ -61,6 +62,8 @@ class CudaExtension:
         if facts.driver_cuda < DRIVER_CUDA:
             needed, found = _version(DRIVER_CUDA), _version(facts.driver_cuda)
             return f"needs a driver for CUDA {needed} (R580) or newer, this one is for CUDA {found}"
+        if not facts.simulated and self.load_error:  # a machine without that GPU need not have the binary either
+            return f"{self.distribution}'s CUDA extension cannot be loaded: {self.load_error}; {self.rebuild}"
         return None
 
     def why_not_path(self, facts: DeviceFacts, path: str) -> str | None:
@@ -81,7 +84,8 @@ class CudaExtension:
         """The state of the extension, for `kitchen doctor`."""
         info = self.build_info
         if info["has_cuda"]:
-            return [f"CUDA extension for {', '.join(self.archs)}, built with nvcc {info['nvcc']}"]
+            lines = [f"CUDA extension for {', '.join(self.archs)}, built with nvcc {info['nvcc']}"]
+            return [*lines, f"it cannot be loaded: {self.load_error}"] if self.load_error else lines
         return [f"no CUDA extension: {info['reason']}"]
 
     @cached_property
@@ -96,6 +100,15 @@ class CudaExtension:
                 f"{KITCHEN_ABI}; install versions of both that belong together"
             )
         return module
+
+    @cached_property
+    def load_error(self) -> str:
+        """The first error of loading the module, in one line; empty if it loads: what a broken file says is kept."""
+        try:
+            _ = self.module
+        except (ImportError, OSError, BuildMismatchError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _not_built(self) -> str:
         reason = self.build_info["reason"]

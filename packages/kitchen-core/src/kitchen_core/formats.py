@@ -38,7 +38,8 @@ class Format:
     """Base of all formats. Subclasses are plugged in by entry point and used as classes.
 
     ``Config`` is a frozen dataclass of plain values that says all that the tensors do not; ``tensors`` lists what is
-    stored, the codes first.
+    stored, the codes first. ``column_planes`` names tensors whose rows are several planes, each over all columns, with the
+    planes' relative widths: such a row cannot be cut at one place.
     """
 
     abi: ClassVar[int] = KITCHEN_ABI
@@ -48,6 +49,7 @@ class Format:
     tensors: ClassVar[tuple[TensorSpec, ...]]
     activation_kind: ClassVar[str] = "float"
     uses_calibration: ClassVar[bool] = False
+    column_planes: ClassVar[dict[str, tuple[int, ...]]] = {}
 
     # ------------------------------------------------------------------------------ what every format supplies
 
@@ -176,7 +178,7 @@ class Format:
 
 def marker_tensor(marker: dict[str, Any]) -> torch.Tensor:
     """A marker as checkpoints store it: a 1-D uint8 tensor of UTF-8 JSON."""
-    return torch.tensor(list(json.dumps(marker, sort_keys=True).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(marker, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
 
 
 def read_marker(tensor: torch.Tensor) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     Source: docs/formats/asym_w4a8_int8.md.
     """
     pairs = _split(_bytes(codes, "codes"), 2)
-    return ((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).view(torch.int8)
+    return ((pairs[..., 0] & 15) | (pairs[..., 1] << 4)).contiguous().view(torch.int8)
 
 
 def unpack_nibbles(packed: torch.Tensor, signed: bool = False) -> torch.Tensor:

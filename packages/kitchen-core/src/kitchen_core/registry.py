@@ -123,6 +123,8 @@ class Explanation:
         for candidate in self.candidates:
             mark = ">" if candidate.kernel is self.chosen else " "
             answer = candidate.reason or ("chosen" if candidate.kernel is self.chosen else "can run, lower priority")
+            if candidate.kernel.calls and not candidate.reason:
+                answer += f"; calls {', '.join(candidate.kernel.calls)}"
             lines.append(f"{mark} {candidate.kernel.id:{width}}  {answer}")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 

@@ -75,7 +75,7 @@ def pack(canonical: Canonical, layer: str = "") -> Packed:
     zeros = integer_zeros(canonical.scale, canonical.zeros, layer)
     words = _words(unpack_nibbles(canonical.qdata))
     points = None if bool((zeros == 8).all()) else _words(zeros).t().contiguous()
-    return Packed(words, canonical.scale.t().contiguous(), torch.tensor([n, k]), points)
+    return Packed(words, canonical.scale.t().contiguous(), torch.tensor([n, k], device="cpu"), points)
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def unpack(
         raise FormatError(f"GPTQ qweight has K={k} and N={n}; {groups} groups must divide K, and 8 must divide N")
     _check_shape("scales", scales, (groups, n), "[K/g, N]")
     _check_shape("qzeros", qzeros, (groups, n // 8), "[K/g, N/8]")
-    if g_idx is not None and not torch.equal(g_idx.long().cpu(), torch.arange(k) // (k // groups)):
+    if g_idx is not None and not torch.equal(g_idx.long().cpu(), torch.arange(k, device="cpu") // (k // groups)):
         raise FormatError(
             "g_idx is not column // group_size: the file was made with desc_act, and groups of scattered columns have no "
             "awq_w4a16 form; dequantize the layer, or quantize it again without desc_act"

@@ -91,6 +91,20 @@ def check_residual(
         check_float("residual_scale", residual_scale)
 
 
+def loose(matrix: torch.Tensor) -> bool:
+    """Whether rows have gaps between them or do not start at a multiple of 16 bytes, by its place in the storage.
+
+    No choice depends on it, since kernels are remembered by shapes alone; ``explain`` says it, because some copy such rows.
+    """
+    return not matrix.is_contiguous() or matrix.storage_offset() * matrix.element_size() % 16 != 0
+
+
+def check_seed(seed: int) -> None:
+    """0 rounds ties to even, a positive seed stochastically; kernels take it as an unsigned number."""
+    if seed < 0:
+        raise UnsupportedError(f"seed must be 0 (ties to even) or positive (stochastic rounding), got {seed}")
+
+
 def rows(x: torch.Tensor) -> int:
     """The product of the leading dims of x: M."""
     count = 1

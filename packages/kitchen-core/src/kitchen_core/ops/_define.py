@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.autograd import forward_ad
 
-from .. import _overrides
+from .. import _overrides, finite
 from ..devices import DeviceFacts
 from ..errors import InferenceOnlyError, UnsupportedError
 from ..registry import Kernel, Problem, overridden, register, remember, remembered, select
@@ -78,7 +78,12 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
         if torch.is_grad_enabled():
             _refuse_gradients(name, args, kwargs)
         if _overrides.depth or kwargs:
-            return select(problem(*args, **kwargs)).function(*args, **kwargs)
+            asked = problem(*args, **kwargs)
+            kernel = select(asked)
+            result = kernel.function(*args, **kwargs)
+            if finite.checking():
+                finite.require_finite(result, (*args, *kwargs.values()), kernel, asked)
+            return result
         signature = (name, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
         kernel = remembered(signature)
         if kernel is None:  # checks and choice depend on nothing but the signature, so both are done once for it
@@ -95,6 +100,17 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
     for key in _AUTOCAST_KEYS:
         _library.impl(name, partial(_without_autocast, name, torch._C.DispatchKeySet(key)), str(key).rpartition(".")[2])
     torch.library.register_fake(f"kitchen::{name}", checked_fake, lib=_library)
+
+
+def define_around(schema: str, *, function: Callable, fake: Callable) -> None:
+    """Declare an op that no kernel serves: ``function`` calls ops that kernels do, in a context that must hold in a graph.
+
+    It has no record in the registry, so nothing chooses, forces or explains it; ``fake`` makes the checks too.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"kitchen::{name}", fake, lib=_library)
 
 
 def compose(op: str, function: Callable, calls: tuple[str, ...]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from .. import fallback
 from ..arithmetic import check_rotation_group
 from ..errors import UnsupportedError
 from ..reference import int8 as reference
@@ -19,10 +22,11 @@ from ._check import (
     check_shape,
     check_vector,
     check_x,
+    loose,
     rows,
     words,
 )
-from ._define import compose, define
+from ._define import compose, define, define_around
 from .quantize import dequantize_int8
 
 # ---------------------------------------------------------------------------------------------------- linears
@@ -54,7 +58,7 @@ def _linear_problem(
         x, weight=weight, weight_scale=weight_scale, bias=bias, input_act_weight=input_act_weight, residual=residual,
         residual_scale=residual_scale,
     )  # fmt: skip
-    options = words(bias=bias, input_act=input_act, residual=residual, **flags)
+    options = words(bias=bias, input_act=input_act, residual=residual, loose_weight=loose(weight), **flags)
     return Problem(
         op, x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, rotation=convrot_groupsize, options=options
     )
@@ -84,7 +88,7 @@ def _scaled_mm_problem(
         codes, x_scale=x_scale, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual,
         residual_scale=residual_scale,
     )  # fmt: skip
-    options = words(bias=bias, residual=residual)
+    options = words(bias=bias, residual=residual, loose_weight=loose(weight), loose_codes=loose(codes))
     return Problem("int8_scaled_mm", codes.device, torch.int8, out_dtype, rows(codes), n, k, options=options)
 
 
@@ -170,6 +174,22 @@ define(
     f"int8_linear{_LINEAR}) -> Tensor",
     problem=_linear_problem, fake=_linear_fake, reference=reference.int8_linear,
 )  # fmt: skip
+
+
+def _linear_asked(fp16_fallback, *args, **kwargs):
+    with fallback.fp16_fallback(fp16_fallback):
+        return torch.ops.kitchen.int8_linear.default(*args, **kwargs)
+
+
+def _linear_asked_fake(fp16_fallback, *args, **kwargs):
+    _linear_problem(*args, **kwargs)
+    return _linear_fake(*args, **kwargs)
+
+
+# int8_linear with its caller's word on FP16: an op, because a traced function cannot set a context variable.
+define_around(
+    f"int8_linear_asked(bool fp16_fallback, {_LINEAR[1:]}) -> Tensor", function=_linear_asked, fake=_linear_asked_fake
+)
 define(
     f"int8_linear_fp16{_LINEAR}, bool fp16_activations=False) -> Tensor",
     problem=_linear_fp16_problem, fake=_linear_fake, reference=reference.int8_linear_fp16,
@@ -196,9 +216,11 @@ def _composed_linear(
     codes, x_scale = torch.ops.kitchen.quantize_and_rotate_rowwise.default(
         x, convrot_groupsize, input_act, input_act_weight, input_act_eps
     )
-    return torch.ops.kitchen.int8_scaled_mm.default(
-        codes, x_scale, weight, weight_scale, bias, out_dtype or x.dtype, residual, residual_scale
-    )
+    out_dtype = out_dtype or x.dtype
+    with fallback.codes_of(x.dtype, out_dtype):
+        return torch.ops.kitchen.int8_scaled_mm.default(
+            codes, x_scale, weight, weight_scale, bias, out_dtype, residual, residual_scale
+        )
 
 
 def _composed_swiglu_mlp(
@@ -276,6 +298,7 @@ def int8_linear(
     input_act_eps: float = 0.0,
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
+    fp16_fallback: bool | None = None,
 ) -> torch.Tensor:
     """INT8 W8A8 linear: activation, ConvRot, dynamic rowwise quantization of x, exact INT32 GEMM, scales, bias, residual.
 
@@ -286,9 +309,16 @@ def int8_linear(
     Returns: ``out_dtype`` (x's where None) [..., N], rounded once. A row of x with inf or NaN gives a row of NaN.
     Raises: UnsupportedError for shapes, dtypes, devices or activations that do not fit.
     Devices: any; CUDA kernels in kitchen-int8. Differentiable in x, bias and residual (straight through).
+        ``fp16_fallback=False`` keeps this call on the INT8 path of a GPU without INT8 tensor cores, where
+        kitchen-fallback-volta would run it as an FP16 GEMM of the same bits; None leaves that to the block
+        (``kitchen_core.fp16_fallback``) or to KITCHEN_INT8_FP16_FALLBACK.
     Source: docs/formats/int8_tensorwise.md.
     """
     op = torch.ops.kitchen.int8_linear.default
+    if fp16_fallback is not None:
+        if not isinstance(fp16_fallback, bool):
+            raise UnsupportedError(f"fp16_fallback must be True, False or None, got {fp16_fallback!r}")
+        op = partial(torch.ops.kitchen.int8_linear_asked.default, fp16_fallback)
     if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):

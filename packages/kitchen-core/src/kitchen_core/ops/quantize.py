@@ -14,6 +14,7 @@ from ._check import (
     check_float,
     check_input_act,
     check_same_device,
+    check_seed,
     check_vector,
     rows,
     words,
@@ -25,6 +26,7 @@ from ._define import define
 
 def _tensorwise_problem(x, scale=None, seed=0):
     check_float("x", x)
+    check_seed(seed)
     check_same_device(x, scale=scale)
     if scale is not None:
         check_dtype("scale", scale, torch.float32)
@@ -46,6 +48,7 @@ def _check_rows(x: torch.Tensor) -> None:
 
 def _rowwise_problem(x, seed=0):
     _check_rows(x)
+    check_seed(seed)
     options = words(stochastic=seed > 0)
     return Problem("quantize_int8_rowwise", x.device, x.dtype, torch.int8, rows(x), 0, x.shape[-1], options=options)
 
@@ -56,6 +59,7 @@ def _rowwise_fake(x, seed=0):
 
 def _rotate_problem(x, convrot_groupsize=0, input_act="none", input_act_weight=None, input_act_eps=0.0, seed=0):
     _check_rows(x)
+    check_seed(seed)
     width = x.shape[-1]
     if input_act in ("swiglu", "situ"):
         if width % 2:
@@ -78,6 +82,7 @@ def _rotate_fake(x, convrot_groupsize=0, input_act="none", input_act_weight=None
 
 def _convrot_weight_problem(weight, convrot_groupsize=256, seed=0):
     check_float("weight", weight)
+    check_seed(seed)
     if weight.dim() != 2:
         raise UnsupportedError(f"weight must be [N, K], got shape {list(weight.shape)}; flatten leading dims first")
     check_rotation_group(convrot_groupsize, weight.shape[1])

@@ -249,7 +249,7 @@ def scaled_mm_svdquant_w4a4(
     Returns: ``out_dtype`` [M, N], rounded once: residual + residual_scale * (sum over groups, ascending, of
         (dot * ascale) * wscale + lora_act @ proj_up.T + bias).
     Raises: UnsupportedError for shapes or dtypes that do not fit.
-    Devices: any; CUDA kernels in kitchen-svdquant from sm_80.
+    Devices: any; CUDA kernels in kitchen-svdquant from sm_75.
     Source: docs/formats/svdquant_w4a4.md.
     """
     return torch.ops.kitchen.scaled_mm_svdquant_w4a4.default(
@@ -283,7 +283,7 @@ def svdquant_linear(
         (added in fp32); the bias of such a layer already holds the correction for the shift.
     Returns: ``out_dtype`` (x's where None) [..., N], rounded once. A row of x with inf or NaN gives a row of NaN.
     Raises: UnsupportedError for shapes, dtypes, devices or activations that do not fit.
-    Devices: any; CUDA kernels in kitchen-svdquant from sm_80. Differentiable in x, bias and residual (straight through).
+    Devices: any; CUDA kernels in kitchen-svdquant from sm_75. Differentiable in x, bias and residual (straight through).
     Source: docs/formats/svdquant_w4a4.md.
     """
     op = torch.ops.kitchen.svdquant_linear.default

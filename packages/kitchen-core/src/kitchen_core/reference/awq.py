@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ..arithmetic import add_residual, apply_input_act, fma
+from ..arithmetic import add_residual, apply_input_act, fma, settled
 from ..packing import unpack_nibbles
+
+CHUNK_ELEMENTS = 1 << 22  # weights decoded at once by the linear: bounds its memory
 
 
 def dequantize_awq(qweight, wscales, wzeros, group_size=64, out_dtype=None):
@@ -24,9 +26,14 @@ def awq_linear(
     x, qweight, wscales, wzeros, bias=None, group_size=64, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None, weight_dtype=None,
 ):  # fmt: skip
-    weight = dequantize_awq(qweight, wscales, wzeros, group_size, weight_dtype or x.dtype)
-    h = apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    y = h.contiguous() @ weight.float().t()  # contiguous, so that the strides of x do not choose the BLAS routine
+    h = settled(apply_input_act(x.float(), input_act, input_act_weight, input_act_eps))
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    step = max(1, CHUNK_ELEMENTS // k)
+    parts = []
+    for rows in (slice(start, start + step) for start in range(0, n, step)):  # no float copy of the whole weight
+        dense = dequantize_awq(qweight[rows], wscales[:, rows], wzeros[:, rows], group_size, weight_dtype or x.dtype)
+        parts.append(h @ dense.float().t())
+    y = torch.cat(parts, dim=-1) if parts else h.new_empty((*h.shape[:-1], 0))
     if bias is not None:
         y = y + bias.float()
     if residual_scale is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..arithmetic import add_residual, apply_input_act, round_codes
+from ..arithmetic import add_residual, apply_input_act, divide, round_codes, settled
 from ..packing import pack_nibbles, unpack_nibbles
 
 GROUP = 64
@@ -30,7 +30,7 @@ def quantize_svdquant_w4a4(x, smooth, proj_down, act_unsigned=False, lora_x=None
     low, high = levels(act_unsigned)
     absmax = groups.abs().amax(-1, keepdim=True)
     finite = torch.isfinite(absmax)
-    scale = absmax.clamp_min(SCALE_FLOOR) / high
+    scale = divide(absmax.clamp_min(SCALE_FLOOR), high)
     codes = round_codes(torch.where(finite, groups / scale, 0.0), low, high)
     scale = torch.where(finite, scale, float("nan"))
     # cloned: .contiguous() would keep a transposed [1, G] with its strides
@@ -39,9 +39,9 @@ def quantize_svdquant_w4a4(x, smooth, proj_down, act_unsigned=False, lora_x=None
 
 
 def low_rank_input(x: torch.Tensor, proj_down: torch.Tensor) -> torch.Tensor:
-    """x @ proj_down in fp32, [M, R]. Made contiguous first, so that the strides of x do not choose the BLAS routine."""
+    """x @ proj_down in fp32, [M, R]."""
     k = x.shape[-1]
-    return x.float().reshape(x.numel() // k, k).contiguous() @ proj_down.float()
+    return settled(x.float().reshape(x.numel() // k, k)) @ settled(proj_down.float())
 
 
 def scaled_mm_svdquant_w4a4(
@@ -55,7 +55,7 @@ def scaled_mm_svdquant_w4a4(
         w = unpack_nibbles(weight[:, columns], signed=True).float()
         dot = a @ w.t()  # exact: an integer of at most 64 * 15 * 8
         acc = acc + (dot * ascales[group].unsqueeze(1)) * wscales[group].float()
-    y = acc + lora_act @ proj_up.float().t()
+    y = acc + settled(lora_act) @ settled(proj_up.float()).t()
     if bias is not None:
         y = y + bias.float()
     if residual_scale is not None:

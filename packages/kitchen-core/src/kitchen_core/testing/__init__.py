@@ -21,6 +21,14 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # format can hold them.
 LAYER_SHAPES = ((1, 64), (7, 128), (96, 320), (130, 384), (384, 1536))
 
+LINEAR_OPS = {
+    "int8_tensorwise": "int8_linear",
+    "asym_w4a8_int8": "w4a8_linear",
+    "w6a8_int8": "w4a8_linear",
+    "svdquant_w4a4": "svdquant_linear",
+    "awq_w4a16": "awq_linear",
+}  # of each format
+
 # Formats whose accumulation is exact in INT32: their error does not grow with K.
 EXACT_ACCUMULATION = ("int8_tensorwise", "asym_w4a8_int8", "w6a8_int8")
 
@@ -123,6 +131,15 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "resu
     """Bit for bit (NaNs at the same places count as equal), same dtype and shape."""
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, expected {expected.dtype}"
     assert_close(actual, expected, what=what)
+
+
+def same_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether two state dicts have the same keys in the same order, and under each the same dtype and bytes."""
+    return list(a) == list(b) and all(
+        a[k].dtype == b[k].dtype
+        and torch.equal(a[k].contiguous().view(torch.uint8), b[k].contiguous().view(torch.uint8))
+        for k in a
+    )
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
