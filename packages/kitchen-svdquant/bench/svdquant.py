@@ -26,14 +26,11 @@ from kitchen_svdquant._extension import EXTENSION
 from kitchen_svdquant.kernels import FEW_ROWS
 
 SHAPES = ((3072, 3072), (3072, 12288), (12288, 3072))  # K x N: layers of Flux and Qwen-Image
-RANKS = (32, 128)
 ROWS = (1, 16, 64, 256, 1024, 4096, 8192)
-SOURCES = [
-    "packages/kitchen-svdquant/csrc", "shared_cuda/include/kitchen/quant/int4_unpack.h",
-    "shared_cuda/include/kitchen/quant/int8_codes.h", "shared_cuda/include/kitchen/gemm/gemm_sm90_tiles.cuh",
-    "shared_cuda/include/kitchen/gemm/staged_store_sm90.cuh", "shared_cuda/include/kitchen/ptx/wgmma_float.h",
-    "shared_cuda/include/kitchen/mma/m16n8k32_s8.h", "shared_cuda/include/kitchen/mma/m16n8k64_s4.h",
-]  # fmt: skip
+SOME_ROWS = (1, 1024, 4096)
+ROWS_OF = {32: ROWS, 128: ROWS, 64: SOME_ROWS, 96: SOME_ROWS}  # by rank
+RANKS = tuple(ROWS_OF)
+SOURCES = benchlib.with_headers("packages/kitchen-svdquant/csrc")
 BF16 = torch.bfloat16
 
 
@@ -44,7 +41,7 @@ def cells() -> set[tuple]:
         for rank in RANKS
         for part in ("linear", "gemm", "quant")
         for K, N in SHAPES
-        for M in ROWS
+        for M in ROWS_OF[rank]
     }
 
 
@@ -179,7 +176,7 @@ def geometric_mean(values: list[float]) -> float:
 def summary(rows: list[dict]) -> None:
     """Ratios of the whole linear over the shapes, by rank and M."""
     for rank in RANKS:
-        for M in ROWS:
+        for M in ROWS_OF[rank]:
             mine = [r for r in rows if r["part"] == "linear" and r["M"] == M and r["rank"] == rank]
             if not mine:
                 continue
@@ -199,7 +196,7 @@ def main() -> None:
     for rank in RANKS[:1] if args.quick else RANKS:
         for K, N in SHAPES:
             weights = [Weight(K, N, rank) for _ in range(benchlib.copies_for(N * K / 2))]
-            for M in (1, 16, 64, 256, 4096) if args.quick else ROWS:
+            for M in (1, 16, 64, 256, 4096) if args.quick else ROWS_OF[rank]:
                 found = measure(weights, M, K, N, rank)
                 rows += found
                 line, gemm, quant = found

@@ -11,7 +11,10 @@
 #include "kitchen/bench/yardstick.h"
 #include "kitchen/host/device.h"
 #include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
+#include "quantize_svdquant_w4a4/sm90/quantize_project.h"
+#include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
+#include "svdquant_gemm/sm90/stream_gemm.h"
 #include "svdquant_gemm/sm90/svdquant_gemm.h"
 
 namespace py = pybind11;
@@ -37,11 +40,29 @@ svdquant::CodeForm code_form(int code) {
   return static_cast<svdquant::CodeForm>(code);
 }
 
+// The weight that a quantizer decodes beside x: address of the codes (0: none) and of their scales, pitch and type of the scales,
+// where both go, rows, and rows of a block of scales.
+using WeightArguments = std::tuple<uintptr_t, uintptr_t, int64_t, int, uintptr_t, uintptr_t, int64_t, int>;
+// float32 [rows, R] that is rounded to bfloat16 [rows, out_R] on the way; address 0: none.
+using LowArguments = std::tuple<uintptr_t, uintptr_t, int64_t, int, int>;
+
+svdquant::DecodeParams decode_params(const WeightArguments& weight, const LowArguments& low, int64_t K) {
+  svdquant::DecodeParams p = {};
+  p.codes = pointer<const uint8_t>(std::get<0>(weight)), p.scales = pointer<const void>(std::get<1>(weight));
+  p.scales_pitch = std::get<2>(weight), p.scale_type = dtype(std::get<3>(weight));
+  p.out = pointer<uint8_t>(std::get<4>(weight)), p.out_scales = pointer<uint4>(std::get<5>(weight));
+  p.rows = std::get<6>(weight), p.K = K, p.block = std::get<7>(weight);
+  p.low = pointer<const float>(std::get<0>(low)), p.out_low = pointer<__nv_bfloat16>(std::get<1>(low));
+  p.low_rows = std::get<2>(low), p.R = std::get<3>(low), p.out_R = std::get<4>(low);
+  return p;
+}
+
 void bind_quantize(py::module_& m) {
   m.def(
       "quantize_svdquant_w4a4",
       [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
-         int64_t M, int64_t K, float shift, bool is_unsigned, int form, int device, uintptr_t stream) {
+         int64_t M, int64_t K, float shift, bool is_unsigned, int form, const WeightArguments& weight,
+         const LowArguments& low, int device, uintptr_t stream) {
         const svdquant::QuantizeParams p = {pointer<const void>(x),
                                             x_row_stride,
                                             pointer<const void>(smooth),
@@ -54,11 +75,13 @@ void bind_quantize(py::module_& m) {
                                             code_form(form),
                                             dtype(type),
                                             dtype(smooth_type)};
-        svdquant::quantize_svdquant_w4a4(p, device, pointer<CUstream_st>(stream));
+        const svdquant::DecodeParams decoded = decode_params(weight, low, K);
+        svdquant::quantize_svdquant_w4a4(p, std::get<0>(weight) == 0 ? nullptr : &decoded, device,
+                                         pointer<CUstream_st>(stream));
       },
       py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
       py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("form"),
-      py::arg("device"), py::arg("stream"),
+      py::arg("weight"), py::arg("low"), py::arg("device"), py::arg("stream"),
       "form: 0 two codes a byte, 1 an e4m3 number each with scales in blocks of 64 rows.");
   m.def(
       "decode_svdquant",
@@ -107,14 +130,15 @@ void bind_quantize(py::module_& m) {
       py::arg("down_type"), py::arg("low"), py::arg("R"), py::arg("device"), py::arg("stream"));
 }
 
-#ifdef KITCHEN_HAVE_SM80
-void bind_stream_gemm(py::module_& m) {
+#if defined(KITCHEN_HAVE_SM75) || defined(KITCHEN_HAVE_SM80) || defined(KITCHEN_HAVE_SM90)
+template <class Launch>
+void bind_stream(py::module_& m, const char* name, const Launch& launch) {
   m.def(
-      "svdquant_gemm_sm80",
-      [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int b_scale_type,
-         int R, uintptr_t low, uintptr_t up, int up_type, uintptr_t bias, int bias_type, uintptr_t residual,
-         uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type, bool is_unsigned, bool int4,
-         bool programmatic_launch, int device, uintptr_t stream) {
+      name,
+      [launch](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale,
+               int b_scale_type, int R, uintptr_t low, uintptr_t up, int up_type, uintptr_t bias, int bias_type,
+               uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type,
+               bool is_unsigned, bool int4, bool programmatic_launch, int device, uintptr_t stream) {
         svdquant::StreamOperands o = {};
         o.M = M, o.N = N, o.K = K, o.R = R;
         o.a = pointer<const uint8_t>(a), o.a_scale = pointer<const float>(a_scale);
@@ -125,7 +149,7 @@ void bind_stream_gemm(py::module_& m) {
         o.residual_scale = pointer<const float>(residual_scale), o.residual_scale_stride = residual_scale_stride;
         o.out = pointer<void>(out), o.out_type = dtype(out_type);
         o.is_unsigned = is_unsigned, o.int4 = int4, o.programmatic_launch = programmatic_launch;
-        svdquant::svdquant_gemm_sm80(o, device, pointer<CUstream_st>(stream));
+        return launch(o, device, pointer<CUstream_st>(stream));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
       py::arg("b_scale_type"), py::arg("R"), py::arg("low"), py::arg("up"), py::arg("up_type"), py::arg("bias"),
@@ -136,6 +160,29 @@ void bind_stream_gemm(py::module_& m) {
 #endif
 
 #ifdef KITCHEN_HAVE_SM90
+void bind_quantize_project(py::module_& m) {
+  m.def(
+      "quantize_project",
+      [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
+         int64_t M, int64_t K, float shift, bool is_unsigned, int form, uintptr_t proj_down, int R, uintptr_t low,
+         bool low_is_bfloat16, const WeightArguments& weight, int device, uintptr_t stream) {
+        const svdquant::ProjectParams p = {
+            {pointer<const void>(x), x_row_stride, pointer<const void>(smooth), pointer<uint8_t>(codes),
+             pointer<void>(scales), M, K, shift, is_unsigned, code_form(form), dtype(type), dtype(smooth_type)},
+            pointer<const void>(proj_down),
+            R,
+            low_is_bfloat16 ? nullptr : pointer<float>(low),
+            low_is_bfloat16 ? pointer<__nv_bfloat16>(low) : nullptr};
+        const svdquant::DecodeParams decoded = decode_params(weight, {}, K);
+        svdquant::quantize_project(p, std::get<0>(weight) == 0 ? nullptr : &decoded, device, pointer<CUstream_st>(stream));
+      },
+      py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
+      py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("form"),
+      py::arg("proj_down"), py::arg("R"), py::arg("low"), py::arg("low_is_bfloat16"), py::arg("weight"),
+      py::arg("device"), py::arg("stream"));
+}
+
+
 using HopperPlan = std::tuple<int, int, int>;  // of HopperPlan's members
 
 void bind_hopper_gemm(py::module_& m) {
@@ -156,8 +203,8 @@ void bind_hopper_gemm(py::module_& m) {
       "svdquant_gemm_sm90",
       [](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale, int R,
          uintptr_t low, uintptr_t up, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
-         int residual_scale_stride, uintptr_t out, int out_type, int64_t pitch, const HopperPlan& plan, int device,
-         uintptr_t stream) {
+         int residual_scale_stride, uintptr_t out, int out_type, int64_t pitch, const HopperPlan& plan,
+         bool programmatic_launch, int device, uintptr_t stream) {
         svdquant::HopperOperands o = {};
         o.M = M, o.N = N, o.K = K, o.R = R;
         o.a = pointer<const uint8_t>(a), o.a_scale = pointer<const void>(a_scale);
@@ -167,6 +214,7 @@ void bind_hopper_gemm(py::module_& m) {
         o.residual = pointer<const void>(residual);
         o.residual_scale = pointer<const float>(residual_scale), o.residual_scale_stride = residual_scale_stride;
         o.out = pointer<void>(out), o.out_type = dtype(out_type), o.pitch = pitch;
+        o.programmatic_launch = programmatic_launch;
         const host::DeviceGuard guard(device);
         svdquant::svdquant_gemm_sm90(o, {std::get<0>(plan), std::get<1>(plan), std::get<2>(plan)},
                                      pointer<CUstream_st>(stream));
@@ -174,7 +222,7 @@ void bind_hopper_gemm(py::module_& m) {
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
       py::arg("R"), py::arg("low"), py::arg("up"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"),
       py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("pitch"),
-      py::arg("plan"), py::arg("device"), py::arg("stream"),
+      py::arg("plan"), py::arg("programmatic_launch"), py::arg("device"), py::arg("stream"),
       "Operands as decode_svdquant and quantize_svdquant_w4a4 write them; low and up bfloat16, R a multiple of 8.");
 }
 #endif
@@ -195,10 +243,20 @@ PYBIND11_MODULE(_C, m) {
   m.def("archs", [] { return std::string(KITCHEN_ARCHS); }, "The CUDA architectures compiled in, comma separated.");
   bind_quantize(m);
   bind_yardstick(m);
+#ifdef KITCHEN_HAVE_SM75
+  bind_stream(m, "svdquant_gemm_sm75", svdquant::svdquant_gemm_sm75);
+#endif
 #ifdef KITCHEN_HAVE_SM80
-  bind_stream_gemm(m);
+  bind_stream(m, "svdquant_gemm_sm80", svdquant::svdquant_gemm_sm80);
 #endif
 #ifdef KITCHEN_HAVE_SM90
+  bind_quantize_project(m);
+  bind_stream(m, "svdquant_stream_sm90",
+              [](const svdquant::StreamOperands& o, int device, cudaStream_t stream) {
+                if (svdquant::svdquant_stream_sm90_unsupported(o, device) != nullptr) return false;
+                svdquant::svdquant_stream_sm90(o, device, stream);
+                return true;
+              });
   bind_hopper_gemm(m);
 #endif
 }

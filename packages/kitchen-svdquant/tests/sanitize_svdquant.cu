@@ -1,8 +1,8 @@
-// Every kernel of the package on small problems whose results are exact, against loops on the host: a program without torch, for
-// compute-sanitizer, under which importing torch takes longer than the kernels.
+// Every kernel of the package on small problems whose results are exact, against loops on the host: a program without torch,
+// for compute-sanitizer, under which importing torch takes longer than the kernels.
 //
-// sources: packages/kitchen-svdquant/csrc/*/*.cu packages/kitchen-svdquant/csrc/svdquant_gemm/sm80/*.cu
-// sources: packages/kitchen-svdquant/csrc/svdquant_gemm/sm90/*.cu
+// sources: packages/kitchen-svdquant/csrc/*/*.cu packages/kitchen-svdquant/csrc/*/sm75/*.cu
+// sources: packages/kitchen-svdquant/csrc/*/sm80/*.cu packages/kitchen-svdquant/csrc/*/sm90/*.cu
 #include <cstdio>
 #include <cstring>
 #include <vector>
@@ -10,8 +10,11 @@
 #include "decode_svdquant/decode_svdquant.h"
 #include "kitchen/host/check.h"
 #include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
+#include "quantize_svdquant_w4a4/sm90/quantize_project.h"
 #include "svdquant_gemm/scale_layout.h"
+#include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
+#include "svdquant_gemm/sm90/stream_gemm.h"
 #include "svdquant_gemm/sm90/svdquant_gemm.h"
 
 using namespace kitchen;
@@ -43,6 +46,8 @@ int code_at(const std::vector<uint8_t>& packed, int64_t at, bool is_unsigned) {
   const int nibble = packed[at / 2] >> (at % 2 * 4) & 15;
   return is_unsigned || nibble < 8 ? nibble : nibble - 16;
 }
+
+constexpr int kStreams = 4;  // 8-bit MMA, 4-bit MMA, that of sm_75, and behind the copy engine of sm_90
 
 // Scales are powers of two and everything else small integers: all sums are exact, in every order.
 int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
@@ -83,7 +88,7 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
     if (differ) std::printf("%s %d, M=%d N=%d K=%d R=%d: %d wrong\n", what, which, M, N, K, R, differ);
     wrong += differ != 0;
   };
-  for (const bool int4 : {false, true}) {
+  for (int which = 0; which < kStreams; ++which) {
     const DeviceArray<float> out(std::vector<float>(M * N, -1));
     StreamOperands o = {M,
                         N,
@@ -105,10 +110,14 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
                         DType::kFloat32,
                         0,
                         is_unsigned,
-                        int4,
+                        which == 1,
                         false};
-    svdquant_gemm_sm80(o, 0, nullptr);
-    compare(out, "svdquant_gemm_sm80", int4);
+    if (which < 2) {
+      svdquant_gemm_sm80(o, 0, nullptr);
+    } else {
+      which == 2 ? svdquant_gemm_sm75(o, 0, nullptr) : svdquant_stream_sm90(o, 0, nullptr);
+    }
+    compare(out, "streaming kernel", which);
   }
   std::vector<__nv_bfloat16> up_half(N * padded);
   for (int i = 0; i < N * R; ++i) up_half[i / R * padded + i % R] = __float2bfloat16(up[i]);
@@ -168,15 +177,73 @@ int check_quantizers(int M, int K, int R, bool is_unsigned) {
   const DeviceArray<uint4> parts(size_t((M + kBlockRows - 1) / kBlockRows * kBlockRows) * even_groups(K / kGroup));
   QuantizeParams p = {x_dev.data, K,         smooth_dev.data, codes.data,        scales.data,     M,
                       K,          0.171875f, is_unsigned,     CodeForm::kPacked, DType::kFloat32, DType::kFloat32};
-  quantize_svdquant_w4a4(p, 0, nullptr);
+  quantize_svdquant_w4a4(p, nullptr, 0, nullptr);
   QuantizeParams e4m3 = p;
   e4m3.codes = numbers.data, e4m3.scales = parts.data, e4m3.form = CodeForm::kE4m3;
-  quantize_svdquant_w4a4(e4m3, 0, nullptr);
+  quantize_svdquant_w4a4(e4m3, nullptr, 0, nullptr);
   p.codes = few_codes.data, p.scales = few_scales.data;
   quantize_few_rows({p, down_dev.data, low.data, R, DType::kFloat32}, 0, nullptr);
   host::check(cudaDeviceSynchronize(), "the quantizers");
   const bool same = codes.read() == few_codes.read() && scales.read() == few_scales.read() && low.read() == want;
   if (!same) std::printf("quantizers differ: M=%d K=%d R=%d\n", M, K, R);
+  return !same;
+}
+
+// One pass over x, and the weight decoded beside it, against the kernels that do these one by one.
+int check_one_pass(int M, int K, int R, int N, bool is_unsigned) {
+  std::vector<__nv_bfloat16> x(M * K), smooth(K), down(K * R);
+  std::vector<float> want(M * R);
+  for (auto& v : x) v = __float2bfloat16(float(int(next_random() % 257) - 128));
+  for (auto& v : smooth) v = __float2bfloat16(float(1 + next_random() % 7));
+  for (auto& v : down) v = __float2bfloat16(float(int(next_random() % 3) - 1));
+  for (int m = 0; m < M; ++m) {
+    for (int r = 0; r < R; ++r) {
+      for (int k = 0; k < K; ++k) want[m * R + r] += __bfloat162float(x[m * K + k]) * __bfloat162float(down[k * R + r]);
+    }
+  }
+  std::vector<uint8_t> weight(size_t(N) * K / 2);
+  std::vector<float> weight_scale(K / kGroup * N);
+  for (auto& byte : weight) byte = static_cast<uint8_t>(next_random());
+  for (auto& scale : weight_scale) scale = float(1 + next_random() % 100);
+  constexpr int kBlock = 96;
+  const int even = even_groups(K / kGroup);
+  const size_t parts = size_t((M + kBlockRows - 1) / kBlockRows * kBlockRows) * even;
+  const size_t weight_parts = size_t((N + kBlock - 1) / kBlock * kBlock) * even;
+  const DeviceArray<__nv_bfloat16> x_dev(x), smooth_dev(smooth), down_dev(down);
+  const DeviceArray<float> weight_scale_dev(weight_scale), scales(size_t(M) * K / kGroup), one_scales(scales.count),
+      low(want.size());
+  const DeviceArray<uint8_t> weight_dev(weight), codes(size_t(M) * K / 2), one_codes(codes.count), numbers(size_t(M) * K),
+      one_numbers(numbers.count), decoded(size_t(N) * K), one_decoded(decoded.count), beside(decoded.count);
+  const DeviceArray<uint4> a_parts(std::vector<uint4>(parts, uint4{})), one_a_parts(std::vector<uint4>(parts, uint4{})),
+      b_parts(weight_parts), one_b_parts(weight_parts), beside_parts(weight_parts);
+  QuantizeParams p = {x_dev.data, K,         smooth_dev.data, codes.data,        scales.data,       M,
+                      K,          0.171875f, is_unsigned,     CodeForm::kPacked, DType::kBFloat16, DType::kBFloat16};
+  QuantizeParams e4m3 = p;
+  e4m3.codes = numbers.data, e4m3.scales = a_parts.data, e4m3.form = CodeForm::kE4m3;
+  DecodeParams w = {weight_dev.data, weight_scale_dev.data, decoded.data, b_parts.data, N, K, N, kBlock, false, false,
+                    DType::kFloat32, nullptr, nullptr, 0, 0, 0};
+  quantize_svdquant_w4a4(p, nullptr, 0, nullptr);
+  decode_svdquant(w, 0, nullptr);
+  w.out = beside.data, w.out_scales = beside_parts.data;
+  quantize_svdquant_w4a4(e4m3, &w, 0, nullptr);
+  p.codes = one_codes.data, p.scales = one_scales.data, e4m3.codes = one_numbers.data, e4m3.scales = one_a_parts.data;
+  w.out = one_decoded.data, w.out_scales = one_b_parts.data;
+  const DeviceArray<__nv_bfloat16> rounded(want.size());
+  quantize_project({p, down_dev.data, R, low.data, nullptr}, nullptr, 0, nullptr);
+  quantize_project({e4m3, down_dev.data, R, nullptr, rounded.data}, &w, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "quantize_project");
+  const auto equal = [](const DeviceArray<uint4>& a, const DeviceArray<uint4>& b) {
+    const auto first = a.read(), second = b.read();
+    return std::memcmp(first.data(), second.data(), first.size() * sizeof(uint4)) == 0;
+  };
+  bool same = codes.read() == one_codes.read() && scales.read() == one_scales.read() && low.read() == want &&
+              numbers.read() == one_numbers.read() && equal(a_parts, one_a_parts) && decoded.read() == one_decoded.read() &&
+              equal(b_parts, one_b_parts) && decoded.read() == beside.read() && equal(b_parts, beside_parts);
+  const auto low_half = rounded.read();
+  for (size_t i = 0; i < want.size(); ++i) {
+    same = same && __bfloat162float(low_half[i]) == __bfloat162float(__float2bfloat16(want[i]));
+  }
+  if (!same) std::printf("one pass differs: M=%d K=%d R=%d N=%d\n", M, K, R, N);
   return !same;
 }
 
@@ -187,11 +254,18 @@ int main() {
   for (const bool is_unsigned : {false, true}) {
     failed += check_gemms(1, 33, 64, 0, is_unsigned);
     failed += check_gemms(13, 130, 192, 17, is_unsigned);
+    failed += check_gemms(20, 72, 1088, 16, is_unsigned);
     failed += check_gemms(131, 101, 448, 72, is_unsigned);
     failed += check_quantizers(1, 64, 17, is_unsigned);
     failed += check_quantizers(5, 1088, 33, is_unsigned);
     failed += check_quantizers(16, 1024, 8, is_unsigned);
-    cases += 3 * (2 + hopper_variant_count()) + 3;
+    failed += check_one_pass(1, 64, 8, 5, is_unsigned);
+    failed += check_one_pass(9, 1088, 40, 100, is_unsigned);
+    failed += check_one_pass(30, 640, 32, 33, is_unsigned);
+    failed += check_one_pass(77, 192, 136, 97, is_unsigned);
+    failed += check_one_pass(300, 320, 64, 64, is_unsigned);
+    failed += check_one_pass(270, 128, 128, 64, is_unsigned);
+    cases += 4 * (kStreams + hopper_variant_count()) + 9;
   }
   std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;

@@ -13,14 +13,14 @@ from kitchen_core import ops, trace, use
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 from kitchen_core.reference import svdquant as reference
 from kitchen_core.testing import FLOAT_DTYPES, assert_close, assert_equal, expect_kernel, tolerance, unit_roundoff
-from kitchen_svdquant import _hopper
+from kitchen_svdquant import _hopper, _quantize
 from kitchen_svdquant._extension import EXTENSION
 from kitchen_svdquant.kernels import FEW_ROWS
 
 pytestmark = pytest.mark.gpu
 
 HOPPER = "svdquant/sm90"
-KERNELS = ("svdquant/few_rows", HOPPER, "svdquant/int4", "svdquant/sm80")
+KERNELS = ("svdquant/few_rows", HOPPER, "svdquant/int4", "svdquant/sm80", "svdquant/sm75")
 LINEARS = ("svdquant/few_rows", HOPPER)
 BF16 = torch.bfloat16
 # M, N, K, R: ragged tiles, N odd, K with an odd number of groups, ranks that fill no tile
@@ -87,10 +87,18 @@ def exact(codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_uns
     return y, size, branch
 
 
-def check_close(out, want, size, branch, terms: int, rounded_branch: bool) -> None:
-    """The bound of one linear, and of the branch where its activations are rounded to bfloat16."""
+def branch_roundoff(kernel: str, out_dtype: torch.dtype) -> float:
+    """What a kernel may lose of the branch: activations in bfloat16, or both sides in two bfloat16 parts each."""
+    u = unit_roundoff(BF16)
+    if kernel == HOPPER:
+        return u if out_dtype == BF16 else 3 * u * u
+    return 3 * u * u if kernel == "svdquant/few_rows" else 0.0
+
+
+def check_close(out, want, size, branch, terms: int, kernel: str) -> None:
+    """The bound of one linear, and of the branch."""
     t = tolerance(out.dtype, terms, "svdquant_w4a4")
-    slack = t.accumulation * size + (unit_roundoff(BF16) * branch if rounded_branch else 0)
+    slack = t.accumulation * size + branch_roundoff(kernel, out.dtype) * branch
     assert_close(out, want, relative=t.relative, absolute=slack)
 
 
@@ -117,7 +125,7 @@ def test_more_than_2_to_31_outputs():
         some = arguments | {name: arguments[name][rows] for name in ("codes", "lora_act")}
         some["ascales"] = arguments["ascales"][:, rows]
         want, size, branch = exact(**some)
-        check_close(out[rows], want, size, branch, K + 8, True)
+        check_close(out[rows], want, size, branch, K + 8, HOPPER)
 
 
 # ---------------------------------------------------------------------------------------------------- the quantizer
@@ -211,7 +219,7 @@ def test_gemm_over_shapes_and_dtypes(kernel, act_unsigned, shape):
             out = ops.scaled_mm_svdquant_w4a4(*arguments.values(), bias, act_unsigned, out_dtype, residual, scale)
         assert out.dtype == out_dtype
         want, size, branch = exact(**arguments, bias=bias, act_unsigned=act_unsigned, residual=residual, scale=scale)
-        check_close(out, want, size, branch, K + R, kernel == HOPPER)
+        check_close(out, want, size, branch, K + R, kernel)
 
 
 def test_every_hopper_variant_and_chunk(monkeypatch):
@@ -220,7 +228,7 @@ def test_every_hopper_variant_and_chunk(monkeypatch):
     want, size, branch = exact(**arguments)
     for variant in range(EXTENSION.module.svdquant_gemm_sm90_variants()):
         whole = _hopper.scaled_mm(*arguments.values(), variant=variant)
-        check_close(whole, want, size, branch, 1088 + 40, True)
+        check_close(whole, want, size, branch, 1088 + 40, HOPPER)
         with monkeypatch.context() as patch:
             patch.setattr(_hopper, "CHUNK_BYTES", 1)
             assert _hopper.chunk_columns(1000, 1088) == 384
@@ -233,12 +241,12 @@ def test_hopper_rows_that_are_no_multiple_of_16_bytes_are_right_whatever_the_chu
     arguments = gemm_arguments(300, 1001, 1088, 40)
     want, size, branch = exact(**arguments)
     monkeypatch.setattr(_hopper, "CHUNK_BYTES", 1)
-    check_close(_hopper.scaled_mm(*arguments.values(), out_dtype=out_dtype), want, size, branch, 1088 + 40, True)
+    check_close(_hopper.scaled_mm(*arguments.values(), out_dtype=out_dtype), want, size, branch, 1088 + 40, HOPPER)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_repeated_runs_are_bit_equal_and_rows_independent(kernel):
-    M = 32
+    M = FEW_ROWS
     skip_unless(kernel, M)
     arguments = gemm_arguments(M, 1000, 3072, 32)
     with use(kernel):
@@ -282,13 +290,61 @@ def test_strides_alignment_and_empty(kernel):
         assert ops.scaled_mm_svdquant_w4a4(*arguments.values()).shape == (0, N)
 
 
+@pytest.mark.parametrize("act_unsigned", [False, True])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES[1:], ids=str)
+@pytest.mark.parametrize("R", [8, 32, 40, 64, 128, 256])
+def test_one_pass_makes_the_codes_of_the_quantizer_and_the_product(R, dtype, act_unsigned):
+    skip_unless(HOPPER)
+    for M, K in ((1, 64), (9, 3072), (30, 320), (77, 1088), (300, 192), (600, 640)):
+        x = (torch.randn(M, K, device="cuda") * torch.randn(M, 1, device="cuda").exp()).to(dtype)
+        w = layer(96, K, R, dtype)
+        if M > 6:
+            x[3], x[5, :64], w["smooth"][5] = 0, 1e-7, 2.0**-22 if dtype == BF16 else 0.3
+        for form in (_quantize.PACKED, _quantize.E4M3):
+            want = _quantize.quantize_rows(x, w["smooth"], act_unsigned, form, 0.171875)
+            found = _quantize.quantize_and_project(x, w["smooth"], w["proj_down"], act_unsigned, form, 0.171875)
+            assert torch.equal(found[0], want[0])
+            scales = [t.view(torch.int16) for t in (found[1], want[1])]
+            if form == _quantize.E4M3:  # blocks of 64 rows, of which M are written
+                blocks = [t.view(-1, K // 64 + K // 64 % 2, 64, 8).transpose(1, 2).flatten(0, 1)[:M] for t in scales]
+                scales = blocks
+            assert torch.equal(*scales)
+            exact_low, size = x.double() @ w["proj_down"].double(), x.double().abs() @ w["proj_down"].double().abs()
+            assert_close(found[2], exact_low, absolute=tolerance(torch.float32, K).accumulation * size)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_quantizers_decode_the_weight_beside(dtype):
+    skip_unless(HOPPER)
+    for M, N, K in ((1, 5, 64), (300, 1001, 192), (40, 3072, 3072)):
+        w, x = layer(N, K, 32, dtype), torch.randn(M, K, device="cuda").to(dtype)
+        want = _quantize.decode(w["weight"], w["wscales"], 96, is_a=False)
+        numbers = unpack_nibbles(w["weight"], signed=True).float()
+        assert torch.equal(want.codes.view(torch.float8_e4m3fn).float(), numbers)
+        lora_act, rounded = torch.randn(M, 24, device="cuda"), torch.empty(M, 32, dtype=BF16, device="cuda")
+        for one_pass in (False, True) if dtype != torch.float32 else (False,):
+            to = _quantize.Decoded.empty(N, K, 96, x.device)
+            beside = _quantize.DecodedBeside(w["weight"], w["wscales"], to, 96)
+            if one_pass:
+                _quantize.quantize_and_project(x, w["smooth"], w["proj_down"], False, _quantize.E4M3, 0.0, BF16, beside)
+            else:
+                codes, _ = _quantize.quantize_rows(
+                    x, w["smooth"], False, _quantize.E4M3, 0.0, beside, (lora_act, rounded)
+                )
+                assert torch.equal(codes, _quantize.quantize_rows(x, w["smooth"], False, _quantize.E4M3)[0])
+                assert torch.equal(rounded[:, :24], lora_act.bfloat16())
+                assert not rounded[:, 24:].any()
+            assert torch.equal(to.codes, want.codes)
+            assert torch.equal(to.scales.view(torch.int16), want.scales.view(torch.int16))
+
+
 # ---------------------------------------------------------------------------------------------------- the whole linear
 
 
 @pytest.mark.parametrize("kernel", LINEARS)
 @pytest.mark.parametrize("act_unsigned", [False, True])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("M", [1, 3, 16, 17, 32, 100])
+@pytest.mark.parametrize("M", [1, 3, 16, 17, 32, 64, 100, 300])
 def test_linear(kernel, act_unsigned, dtype, M):
     skip_unless(kernel, M)
     N, K, R = 200, 1088, 40
@@ -305,7 +361,7 @@ def test_linear(kernel, act_unsigned, dtype, M):
         codes.cuda(), w["weight"], ascales.cuda(), w["wscales"], low_exact, w["proj_up"], bias, act_unsigned, residual
     )
     branch = x.double().abs() @ w["proj_down"].double().abs() @ w["proj_up"].double().abs().t()
-    check_close(out, want, size + branch, branch, 2 * K + R, kernel == HOPPER)
+    check_close(out, want, size + branch, branch, 2 * K + R, kernel)
 
 
 def test_choice_of_kernels_and_leading_dims():
@@ -329,7 +385,7 @@ def test_activation_in_front_is_that_of_the_composed_form():
         with use("core/composed"):
             composed = ops.svdquant_linear(x, *w.values(), None, True, None, "swiglu")
         size = composed.double().abs().amax() * torch.ones_like(composed, dtype=torch.float64)
-        check_close(fused, composed.double(), size, size, 128, True)
+        check_close(fused, composed.double(), size, size, 128, HOPPER)
 
 
 @pytest.mark.parametrize("M", [1, 16, 300])
@@ -389,7 +445,7 @@ def test_grouped_call_is_each_linear():
         for w in weights:
             alone = w.linear(x)
             size = alone.double().abs().amax() * torch.ones_like(alone, dtype=torch.float64)
-            check_close(w.linear(shared), alone.double(), size, size, 2 * 128, True)
+            check_close(w.linear(shared), alone.double(), size, size, 2 * 128, HOPPER)
 
 
 def test_second_device():

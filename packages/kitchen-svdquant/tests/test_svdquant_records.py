@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def chosen(found: dict[str, str | None]) -> str | None:
         ("sm_90", "svdquant/sm90", "svdquant/few_rows"),
         ("sm_100", "svdquant/sm80", "svdquant/few_rows"),
         ("sm_120", "svdquant/sm80", "svdquant/few_rows"),
-        ("sm_75", None, None),
+        ("sm_75", "svdquant/sm75", "svdquant/sm75"),
         ("sm_70", None, None),
     ],
 )
@@ -60,7 +62,14 @@ def test_older_paths_can_be_forced_on_hopper(built):
     found = answers(simulated_facts("sm_90"))
     assert found["svdquant/int4"] is None
     assert found["svdquant/sm80"] is None
+    assert found["svdquant/sm75"] is None
     assert "4-bit MMA exists on sm_80 to sm_90" in answers(simulated_facts("sm_120"))["svdquant/int4"]
+
+
+def test_turing_without_tensor_cores_is_told_by_name(built):
+    built(*RELEASE)
+    facts = replace(simulated_facts("sm_75"), name="NVIDIA GeForce GTX 1660 Ti")
+    assert "needs INT8 tensor cores" in answers(facts)["svdquant/sm75"]
 
 
 def test_whole_linear_has_kernels_of_its_own_where_they_fuse(built):

@@ -27,6 +27,7 @@ struct DecodeParams {
   int R, out_R;
 };
 
+void check_decode(const DecodeParams& params);  // throws where decode_svdquant would
 void decode_svdquant(const DecodeParams& params, int device, cudaStream_t stream);
 
 }  // namespace kitchen::svdquant

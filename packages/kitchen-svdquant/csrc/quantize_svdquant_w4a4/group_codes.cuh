@@ -23,6 +23,12 @@ constexpr int kColumns = 16, kLanesPerGroup = kGroup / kColumns;
 constexpr float kScaleFloor = 1e-10f;
 constexpr float kLargest = 0x1p80f, kSmoothLow = 0x1p-20f, kSmoothHigh = 0x1p40f;
 
+// v / factor, where the text above allows it.
+__device__ __forceinline__ float divide_by_reciprocal(float v, float factor, float reciprocal) {
+  const float guess = __fmul_rn(v, reciprocal);
+  return __fmaf_rn(__fmaf_rn(-guess, factor, v), reciprocal, guess);
+}
+
 struct Smooth {
   float factor[kColumns], reciprocal[kColumns];
   bool reciprocals;  // can be used
@@ -56,10 +62,7 @@ struct Smooth {
     for (int i = 0; i < kColumns; ++i) largest = ptx::abs_max_nan(largest, v[i]);
     if (reciprocals && largest < kLargest) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const float guess = __fmul_rn(v[i], reciprocal[i]);
-        v[i] = __fmaf_rn(__fmaf_rn(-guess, factor[i], v[i]), reciprocal[i], guess);
-      }
+      for (int i = 0; i < kColumns; ++i) v[i] = divide_by_reciprocal(v[i], factor[i], reciprocal[i]);
     } else {
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) v[i] = __fdiv_rn(v[i], factor[i]);
@@ -108,13 +111,29 @@ __device__ __forceinline__ void store_codes(uint8_t* codes, int64_t first, const
   }
 }
 
-// The scale of the group that four lanes share, whose 16 values each are divided by smooth already; they become codes (as
-// floats with kRounder added). NaN where a value is not finite.
-template <bool kUnsigned>
-__device__ __forceinline__ float group_codes(float (&v)[kColumns]) {
-  float absmax = 0.0f;
+template <CodeForm kForm>
+__device__ __forceinline__ void store_scale(const QuantizeParams& p, int64_t row, int64_t group, int groups, float scale) {
+  if constexpr (kForm == CodeForm::kE4m3) {
+    uint4* const block =
+        static_cast<uint4*>(p.scales) + row / kBlockRows * even_groups(groups) * kBlockRows + row % kBlockRows;
+    block[group * kBlockRows] = ScaleParts(scale).row_of_a();
+    if (groups % 2 == 1 && group == 0) block[groups * kBlockRows] = make_uint4(0, 0, 0, 0);
+  } else {
+    static_cast<float*>(p.scales)[group * p.M + row] = scale;
+  }
+}
+
+__device__ __forceinline__ float absmax_of(const float (&v)[kColumns]) {
+  float even = 0.0f, odd = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) absmax = ptx::abs_max_nan(absmax, v[i]);
+  for (int i = 0; i < kColumns; i += 2) even = ptx::abs_max_nan(even, v[i]), odd = ptx::abs_max_nan(odd, v[i + 1]);
+  return ptx::abs_max_nan(even, odd);
+}
+
+// The scale of the group that four lanes share, whose 16 values each are divided by smooth already; they become codes (as
+// floats with kRounder added). `absmax`: of this lane's values. NaN where a value is not finite.
+template <bool kUnsigned>
+__device__ __forceinline__ float group_codes(float (&v)[kColumns], float absmax) {
 #pragma unroll
   for (int lanes = 1; lanes < kLanesPerGroup; lanes *= 2)
     absmax = ptx::abs_max_nan(absmax, __shfl_xor_sync(0xffffffffu, absmax, lanes));
@@ -122,6 +141,11 @@ __device__ __forceinline__ float group_codes(float (&v)[kColumns]) {
   const float scale = __fdiv_rn(finite ? fmaxf(absmax, kScaleFloor) : 1.0f, kUnsigned ? 15.0f : 7.0f);
   round_to_codes<kUnsigned>(v, scale, finite);
   return finite ? scale : __uint_as_float(0x7fc00000u);
+}
+
+template <bool kUnsigned>
+__device__ __forceinline__ float group_codes(float (&v)[kColumns]) {
+  return group_codes<kUnsigned>(v, absmax_of(v));
 }
 
 }  // namespace kitchen::svdquant

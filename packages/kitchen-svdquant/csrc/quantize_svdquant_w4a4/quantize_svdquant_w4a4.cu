@@ -6,10 +6,12 @@
 //   a group whose absmax is not finite: scale NaN, codes 0
 //
 // A thread owns 16 columns, whose smooth factors it keeps, and walks over rows; four lanes share a group (group_codes.cuh).
+// Blocks behind those of x decode the weight for the Hopper GEMM.
 #include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
 
 #include <algorithm>
 
+#include "decode_svdquant/decode_codes.cuh"
 #include "kitchen/host/device.h"
 #include "kitchen/host/launch.h"
 #include "quantize_svdquant_w4a4/group_codes.cuh"
@@ -42,22 +44,13 @@ struct Loaded {
   }
 };
 
-template <CodeForm kForm>
-__device__ __forceinline__ void store_scale(const QuantizeParams& p, int64_t row, int64_t group, int groups, float scale) {
-  if constexpr (kForm == CodeForm::kE4m3) {
-    uint4* const block =
-        static_cast<uint4*>(p.scales) + row / kBlockRows * even_groups(groups) * kBlockRows + row % kBlockRows;
-    block[group * kBlockRows] = ScaleParts(scale).row_of_a();
-    if (groups % 2 == 1 && group == 0) block[groups * kBlockRows] = make_uint4(0, 0, 0, 0);
-  } else {
-    static_cast<float*>(p.scales)[group * p.M + row] = scale;
-  }
-}
-
 template <class T, CodeForm kForm, bool kUnsigned>
-__global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, int column_blocks, bool aligned) {
+__global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, unsigned blocks, int column_blocks, bool aligned, const DecodeParams weight) {
+  if constexpr (kForm == CodeForm::kE4m3) {
+    if (blockIdx.x >= blocks) return decode_block<kThreads>(weight, DecodeBlocks(weight, kThreads), blockIdx.x - blocks);
+  }
   const int64_t column = (static_cast<int64_t>(blockIdx.x % column_blocks) * kThreads + threadIdx.x) * kColumns;
-  const int64_t row_step = gridDim.x / column_blocks;
+  const int64_t row_step = blocks / column_blocks;
   int64_t row = blockIdx.x / column_blocks;
   const int groups = static_cast<int>(p.K / kGroup);
   const bool inside = column < p.K;  // whole groups of lanes are
@@ -85,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, int
 }
 
 template <class T, CodeForm kForm>
-void launch(const QuantizeParams& p, int device, cudaStream_t stream) {
+void launch(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
   constexpr int kBlocksPerSm = 12;
   const int column_blocks = static_cast<int>((p.K / kColumns + kThreads - 1) / kThreads);
   const int64_t rows_at_once =
@@ -93,28 +86,36 @@ void launch(const QuantizeParams& p, int device, cudaStream_t stream) {
   const int64_t passes = (p.M + rows_at_once - 1) / rows_at_once, rows = (p.M + passes - 1) / passes;  // evenly dealt out
   const bool aligned = reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_row_stride * sizeof(T) % 16 == 0;
   const auto kernel = p.is_unsigned ? quantize<T, kForm, true> : quantize<T, kForm, false>;
-  host::launch("quantize_svdquant_w4a4", kernel, {rows * column_blocks, kThreads, 1, 0, stream}, p, column_blocks, aligned);
+  const int64_t blocks = rows * column_blocks;
+  const int64_t all = blocks + (weight == nullptr ? 0 : DecodeBlocks(*weight, kThreads).all());
+  host::require(all < (int64_t{1} << 31), "quantize_svdquant_w4a4: more than 2^31 - 1 blocks");
+  host::launch("quantize_svdquant_w4a4", kernel, {all, kThreads, 1, 0, stream}, p, static_cast<unsigned>(blocks), column_blocks,
+               aligned, weight == nullptr ? DecodeParams{} : *weight);
 }
 
 template <class T>
-void launch_form(const QuantizeParams& p, int device, cudaStream_t stream) {
+void launch_form(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
   switch (p.form) {
-    case CodeForm::kPacked: return launch<T, CodeForm::kPacked>(p, device, stream);
-    case CodeForm::kE4m3: return launch<T, CodeForm::kE4m3>(p, device, stream);
+    case CodeForm::kPacked: return launch<T, CodeForm::kPacked>(p, weight, device, stream);
+    case CodeForm::kE4m3: return launch<T, CodeForm::kE4m3>(p, weight, device, stream);
   }
 }
 
 }  // namespace
 
-void quantize_svdquant_w4a4(const QuantizeParams& p, int device, cudaStream_t stream) {
+void quantize_svdquant_w4a4(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
   host::require(p.M >= 0 && p.K >= kGroup && p.K % kGroup == 0 && p.K <= (int64_t{1} << 30),
                 "quantize_svdquant_w4a4: K must be a multiple of 64 and at most 2^30");
+  if (weight != nullptr) {
+    host::require(p.form == CodeForm::kE4m3, "quantize_svdquant_w4a4: the weight is decoded beside e4m3 codes alone");
+    check_decode(*weight);
+  }
   if (p.M == 0) return;
   const host::DeviceGuard guard(device);
   switch (p.type) {
-    case DType::kFloat32: return launch_form<float>(p, device, stream);
-    case DType::kFloat16: return launch_form<__half>(p, device, stream);
-    case DType::kBFloat16: return launch_form<__nv_bfloat16>(p, device, stream);
+    case DType::kFloat32: return launch_form<float>(p, weight, device, stream);
+    case DType::kFloat16: return launch_form<__half>(p, weight, device, stream);
+    case DType::kBFloat16: return launch_form<__nv_bfloat16>(p, weight, device, stream);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "decode_svdquant/decode_svdquant.h"
 #include "kitchen/common/dtype.h"
 
 namespace kitchen::svdquant {
@@ -38,6 +39,7 @@ constexpr int kMostFewRows = 16;
 bool quantize_few_rows_supports(int64_t M, int64_t K);
 void quantize_few_rows(const FewRowsParams& params, int device, cudaStream_t stream);
 
-void quantize_svdquant_w4a4(const QuantizeParams& params, int device, cudaStream_t stream);
+// `weight`: decoded by blocks of the same launch; may be nullptr.
+void quantize_svdquant_w4a4(const QuantizeParams& params, const DecodeParams* weight, int device, cudaStream_t stream);
 
 }  // namespace kitchen::svdquant

@@ -18,13 +18,7 @@ from ._extension import EXTENSION
 # The weight's codes are decoded to a byte each, so many bytes at a time: they stay in L2 until they are multiplied.
 CHUNK_BYTES = 40 << 20
 CHUNK_COLUMNS = 384  # whole tiles of every plan
-
-
-class Activation(NamedTuple):
-    """x [M, K] as the GEMM reads it: e4m3 codes, scales in blocks of 64 rows."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
+DECODE_US = 0.33e-6  # a weight, that decoding beside the quantizer saves; 4 us of launches besides
 
 
 class Branch(NamedTuple):
@@ -38,23 +32,32 @@ class Branch(NamedTuple):
     lora_act: torch.Tensor | None = None
 
 
-def branch_of(lora_act: torch.Tensor, proj_up: torch.Tensor) -> Branch:
+def rounds_branch(proj_up: torch.Tensor, out_dtype: torch.dtype) -> bool:
+    """Whether lora_act is rounded to bfloat16, which adds 2^-9 of the branch: no more than the output's own rounding."""
+    return proj_up.dtype == torch.bfloat16 and out_dtype == torch.bfloat16
+
+
+def branch_of(lora_act: torch.Tensor, proj_up: torch.Tensor, out_dtype: torch.dtype) -> Branch:
     """The operands whose bfloat16 product is lora_act @ proj_up.T.
 
-    Of a bfloat16 proj_up, lora_act is rounded, which adds 2^-9 of the branch. Others are cut in two bfloat16 parts each, whose
-    three larger products are summed: 2^-16 of the branch.
+    Where ``rounds_branch`` does not hold, what is not bfloat16 is cut in two parts, whose larger products are summed: 2^-16
+    of the branch is lost.
     """
     rank = proj_up.shape[1]
     if rank == 0:
         return Branch(None, None)
     pad = -rank % 8
-    if proj_up.dtype == torch.bfloat16:
+    if rounds_branch(proj_up, out_dtype):
         low = torch.empty((lora_act.shape[0], rank + pad), dtype=torch.bfloat16, device=lora_act.device)
         up = F.pad(proj_up, (0, pad)) if pad else proj_up.contiguous()
         return Branch(low, _aligned(up), lora_act.contiguous())
     low, up = lora_act.bfloat16(), proj_up.bfloat16()
-    low_rest, up_rest = (lora_act - low.float()).bfloat16(), (proj_up.float() - up.float()).bfloat16()
-    low, up = torch.cat((low, low_rest, low), 1), torch.cat((up, up, up_rest), 1)
+    low_rest = (lora_act - low.float()).bfloat16()
+    if proj_up.dtype == torch.bfloat16:
+        low, up = torch.cat((low, low_rest), 1), torch.cat((up, up), 1)
+    else:
+        up_rest = (proj_up.float() - up.float()).bfloat16()
+        low, up = torch.cat((low, low_rest, low), 1), torch.cat((up, up, up_rest), 1)
     pad = -low.shape[1] % 8
     return Branch(F.pad(low, (0, pad)), F.pad(up, (0, pad)))
 
@@ -82,12 +85,13 @@ def chunk_columns(n: int, k: int, out_bytes: int = 2) -> int:
 
 
 def multiply(
-    activation: Activation, weight: torch.Tensor, wscales: torch.Tensor, branch: Branch, bias: torch.Tensor | None,
+    activation: _quantize.Decoded, weight: torch.Tensor, wscales: torch.Tensor, branch: Branch, bias: torch.Tensor | None,
     out_dtype: torch.dtype, residual: torch.Tensor | None, residual_scale: torch.Tensor | None, variant: int | None = None,
+    decoded: _quantize.Decoded | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The output [M, N]. ``residual``, of any dtype, [M, N]."""
+    """The output [M, N]. ``residual``, of any dtype, [M, N]. ``decoded``: the first chunk of the weight."""
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
-        y = multiply(activation, weight, wscales, branch, bias, torch.float32, None, None, variant)
+        y = multiply(activation, weight, wscales, branch, bias, torch.float32, None, None, variant, decoded)
         scale = None if residual_scale is None else residual_scale.reshape(-1)
         return add_residual(y, residual, scale).to(out_dtype)
     (m, k), n = activation.codes.shape, weight.shape[0]
@@ -107,17 +111,18 @@ def multiply(
         columns = min(step, n - first)
         plan, tile_n, _ = plan_of(m, columns, k, device, variant)
         lora_act = branch.lora_act if first == 0 else None
-        codes, scales = _quantize.decode(
-            weight[first : first + columns], wscales[:, first : first + columns], tile_n, is_a=False, lora_act=lora_act,
-            low=None if lora_act is None else branch.low,
-        )  # fmt: skip
+        if first or decoded is None or decoded.codes.shape[0] != columns:
+            decoded = _quantize.decode(
+                weight[first : first + columns], wscales[:, first : first + columns], tile_n, is_a=False,
+                lora_act=lora_act, low=None if lora_act is None else branch.low,
+            )  # fmt: skip
         EXTENSION.module.svdquant_gemm_sm90(
-            m, columns, k, activation.codes.data_ptr(), activation.scales.data_ptr(), codes.data_ptr(),
-            scales.data_ptr(), 0 if branch.low is None else branch.low.shape[1], pointer(branch.low),
+            m, columns, k, activation.codes.data_ptr(), activation.scales.data_ptr(), decoded.codes.data_ptr(),
+            decoded.scales.data_ptr(), 0 if branch.low is None else branch.low.shape[1], pointer(branch.low),
             pointer(branch.up, first * (0 if branch.up is None else branch.up.shape[1])), pointer(bias, first),
             0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual, first),
             pointer(residual_scale, first * scale_stride), scale_stride, pointer(out, first), DTYPE_CODES[out_dtype], n,
-            plan, device, stream,
+            plan, True, device, stream,
         )  # fmt: skip
     return out
 
@@ -132,7 +137,7 @@ def scaled_mm(
         return torch.empty((0, weight.shape[0]), dtype=out_dtype, device=codes.device)
     decoded = _quantize.decode(codes, ascales.contiguous(), _quantize.A_BLOCK, is_a=True, act_unsigned=act_unsigned)
     return multiply(
-        Activation(*decoded), weight, wscales, branch_of(lora_act, proj_up), bias, out_dtype, residual, residual_scale,
+        decoded, weight, wscales, branch_of(lora_act, proj_up, out_dtype), bias, out_dtype, residual, residual_scale,
         variant,
     )  # fmt: skip
 
@@ -143,18 +148,42 @@ def linear(
 ):  # fmt: skip
     """svdquant_linear: the quantizer writes what the GEMM reads."""
     n, k = weight.shape[0], 2 * weight.shape[1]
-    if n == 0:
-        return x.new_empty((*x.shape[:-1], 0), dtype=out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
     rows = raw.reshape(-1, k)
+    if n == 0 or rows.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    weight, wscales = _quantize.aligned_codes(weight), wscales.contiguous()
+    activation, branch, decoded = _operands(
+        rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, variant
+    )
+    flat = None if residual is None else residual.reshape(-1, n)
+    y = multiply(activation, weight, wscales, branch, bias, out_dtype, flat, residual_scale, variant, decoded)
+    return y.reshape(*x.shape[:-1], n)
+
+
+def _operands(rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, variant):
+    """x as the GEMM reads it, the branch, and the weight's first chunk, which the quantizer's launch decodes."""
+    (m, k), n = rows.shape, weight.shape[0]
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
-    activation = Activation(*_quantize.quantize_rows(rows, smooth, act_unsigned, _quantize.E4M3, shift))
+    columns = min(n, chunk_columns(n, k, out_dtype.itemsize))
+    tile_n = plan_of(m, columns, k, weight.device.index, variant)[1]
+    decoded = _quantize.Decoded.empty(columns, k, tile_n, weight.device)
+    beside = _quantize.DecodedBeside(weight[:columns], wscales, decoded, tile_n)
+    if _quantize.takes_one_pass(rows, proj_down, 4 + DECODE_US * n * k):
+        rounded = rounds_branch(proj_up, out_dtype)
+        codes, scales, low = _quantize.quantize_and_project(
+            rows, smooth, proj_down, act_unsigned, _quantize.E4M3, shift, torch.bfloat16 if rounded else torch.float32,
+            beside,
+        )  # fmt: skip
+        branch = Branch(low, _aligned(proj_up.contiguous())) if rounded else branch_of(low, proj_up, out_dtype)
+        return _quantize.Decoded(codes, scales), branch, decoded
     branch = Branch(None, None)
     if proj_up.shape[1]:
-        branch = branch_of(_quantize.low_rank_product(rows, proj_down), proj_up)
-    flat = None if residual is None else residual.reshape(-1, n)
-    y = multiply(activation, weight, wscales, branch, bias, out_dtype or x.dtype, flat, residual_scale, variant)
-    return y.reshape(*x.shape[:-1], n)
+        branch = branch_of(_quantize.low_rank_product(rows, proj_down), proj_up, out_dtype)
+    low = None if branch.lora_act is None else (branch.lora_act, branch.low)
+    codes, scales = _quantize.quantize_rows(rows, smooth, act_unsigned, _quantize.E4M3, shift, beside, low)
+    return _quantize.Decoded(codes, scales), branch._replace(lora_act=None), decoded
 
 
 def workspace_bytes(m: int, n: int, k: int, rank: int, out_bytes: int = 2) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -25,28 +26,68 @@ def block_scales(rows: int, k: int, block: int, device: torch.device) -> torch.T
     return torch.empty(((rows + block - 1) // block * block * groups, 8), dtype=torch.bfloat16, device=device)
 
 
+class Decoded(NamedTuple):
+    """Codes as the Hopper GEMM reads them: e4m3 numbers uint8 [N, K] and scales in blocks of ``block`` rows."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, n: int, k: int, block: int, device: torch.device) -> Decoded:
+        return cls(torch.empty((n, k), dtype=torch.uint8, device=device), block_scales(n, k, block, device))
+
+
+NO_WEIGHT, NO_LOW = (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
+
+
+class DecodedBeside(NamedTuple):
+    """A weight that a quantizer's launch decodes too: its packed codes and scales, where both go, rows of a block of scales."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    to: Decoded
+    block: int
+
+    def arguments(self) -> tuple[int, ...]:
+        """WeightArguments of csrc/bindings.cpp."""
+        return (
+            self.packed.data_ptr(), self.scales.data_ptr(), self.scales.stride(0), DTYPE_CODES[self.scales.dtype],
+            self.to.codes.data_ptr(), self.to.scales.data_ptr(), self.packed.shape[0], self.block,
+        )  # fmt: skip
+
+
 def quantize_rows(
-    rows: torch.Tensor, smooth: torch.Tensor, act_unsigned: bool, form: int = PACKED, shift: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: torch.Tensor, smooth: torch.Tensor, act_unsigned: bool, form: int = PACKED, shift: float = 0.0,
+    weight: DecodedBeside | None = None, low: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """rows [M, K] -> codes of ``(rows + shift) / smooth`` and their scales.
 
     PACKED: int8 [M, K/2] and float32 [K/64, M]. E4M3: the codes as e4m3 numbers,
     uint8 [M, K], scales as parts in blocks of 64 rows.
+    ``weight`` is decoded beside E4M3 codes, and then lora_act is rounded to bfloat16: ``low`` is both, [M, R] and [M, >= R].
     """
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     (m, k), device = rows.shape, rows.device
-    if form == E4M3:
-        codes, scales = torch.empty((m, k), dtype=torch.uint8, device=device), block_scales(m, k, A_BLOCK, device)
-    else:
-        codes = torch.empty((m, k // 2), dtype=torch.int8, device=device)
-        scales = torch.empty((k // GROUP, m), dtype=torch.float32, device=device)
+    codes, scales = _empty_codes(m, k, form, device)
     smooth = smooth.reshape(-1).contiguous()
+    rounded = NO_LOW
+    if low is not None:
+        lora_act, to = low
+        rounded = (lora_act.data_ptr(), to.data_ptr(), to.shape[0], lora_act.shape[1], to.shape[1])
     EXTENSION.module.quantize_svdquant_w4a4(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
-        codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form, device.index, stream_of(rows),
+        codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form,
+        NO_WEIGHT if weight is None else weight.arguments(), rounded, device.index, stream_of(rows),
     )  # fmt: skip
     return codes, scales
+
+
+def _empty_codes(m: int, k: int, form: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if form == E4M3:
+        return torch.empty((m, k), dtype=torch.uint8, device=device), block_scales(m, k, A_BLOCK, device)
+    codes = torch.empty((m, k // 2), dtype=torch.int8, device=device)
+    return codes, torch.empty((k // GROUP, m), dtype=torch.float32, device=device)
 
 
 def aligned_codes(codes: torch.Tensor) -> torch.Tensor:
@@ -58,17 +99,14 @@ def aligned_codes(codes: torch.Tensor) -> torch.Tensor:
 def decode(
     codes: torch.Tensor, scales: torch.Tensor, block: int, *, is_a: bool, act_unsigned: bool = False,
     lora_act: torch.Tensor | None = None, low: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> Decoded:  # fmt: skip
     """Packed codes [rows, K/2] to e4m3 numbers, uint8 [rows, K], and scales [K/64, rows] to parts in blocks.
 
     ``codes`` as ``aligned_codes`` gives them; rows of ``scales`` are contiguous. On the way lora_act float32 [M, R] is rounded
     into ``low`` bfloat16 [M, >= R].
     """
     rows, k = codes.shape[0], 2 * codes.shape[1]
-    out, blocks = (
-        torch.empty((rows, k), dtype=torch.uint8, device=codes.device),
-        block_scales(rows, k, block, codes.device),
-    )
+    out, blocks = Decoded.empty(rows, k, block, codes.device)
     branch = (0, 0, 0, 0, 0)
     if low is not None:
         branch = (lora_act.data_ptr(), low.data_ptr(), low.shape[0], lora_act.shape[1], low.shape[1])
@@ -76,7 +114,73 @@ def decode(
         codes.data_ptr(), scales.data_ptr(), scales.stride(0), DTYPE_CODES[scales.dtype], out.data_ptr(),
         blocks.data_ptr(), rows, k, block, is_a, act_unsigned, *branch, codes.device.index, stream_of(codes),
     )  # fmt: skip
-    return out, blocks
+    return Decoded(out, blocks)
+
+
+def one_pass_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
+    """Whether one launch can quantize rows [M, K] and multiply them by proj_down: by tensor cores, on Hopper."""
+    rank = proj_down.shape[1]
+    return (
+        rank > 0
+        and rank % 8 == 0
+        and rows.shape[0] > 0
+        and rows.dtype == proj_down.dtype
+        and rows.dtype != torch.float32
+        and is_hopper(rows.device.index)
+    )
+
+
+def takes_one_pass(rows: torch.Tensor, proj_down: torch.Tensor, saved_us: float = 0.0) -> bool:
+    """Whether one launch does it sooner than a quantizer and the BLAS one by one. ``saved_us``: what else it saves."""
+    return one_pass_supported(rows, proj_down) and _one_pass_pays(*rows.shape, proj_down.shape[1], saved_us)
+
+
+@lru_cache(maxsize=8192)
+def _one_pass_pays(m: int, k: int, rank: int, saved_us: float) -> bool:
+    """From microseconds fitted to an H200 (docs/kernels/svdquant.md): few blocks are limited by the groups of K that a warp
+    has one after the other (quantize_project.cu: 8 blocks along K, of 8, 4 or 2 warps), many by instructions.
+    """
+    warps = 8 if m <= 16 else 4 if m <= 32 else 2
+    groups = -(-(k // GROUP) // (8 * warps))
+    parts = -(-rank // 32)
+    one = 3 + max(2.7 * groups, 3.3e-6 * m * k * (0.5 + 0.5 * parts))
+    return one < 9.5 + 1.55e-6 * m * k + saved_us
+
+
+@lru_cache(maxsize=64)
+def is_hopper(device: int) -> bool:
+    """Whether the kernels of Hopper run there."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(EXTENSION.module, "quantize_project")
+
+
+def quantize_and_project(
+    rows: torch.Tensor, smooth: torch.Tensor, proj_down: torch.Tensor, act_unsigned: bool, form: int = PACKED,
+    shift: float = 0.0, low_dtype: torch.dtype = torch.float32,
+    weight: DecodedBeside | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``quantize_rows`` and rows @ proj_down [M, R] of ``low_dtype`` (float32 or bfloat16) in one pass over rows.
+
+    ``weight`` is decoded beside.
+    """
+    if rows.stride(-1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        rows = _copied(rows)
+    proj_down = proj_down.contiguous()
+    proj_down = proj_down if proj_down.data_ptr() % 16 == 0 else proj_down.clone()
+    (m, k), rank, device = rows.shape, proj_down.shape[1], rows.device
+    codes, scales = _empty_codes(m, k, form, device)
+    low = torch.empty((m, rank), dtype=low_dtype, device=device)
+    smooth = smooth.reshape(-1).contiguous()
+    EXTENSION.module.quantize_project(
+        rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
+        codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form, proj_down.data_ptr(), rank,
+        low.data_ptr(), low_dtype == torch.bfloat16, NO_WEIGHT if weight is None else weight.arguments(), device.index,
+        stream_of(rows),
+    )  # fmt: skip
+    return codes, scales, low
+
+
+def _copied(rows: torch.Tensor) -> torch.Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def few_rows_supported(rows: torch.Tensor, rank: int) -> bool:
@@ -123,6 +227,8 @@ def quantize_w4a4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """quantize_svdquant_w4a4."""
     rows = x.reshape(-1, x.shape[-1])
+    if lora_x is None and takes_one_pass(rows, proj_down):
+        return quantize_and_project(rows, smooth, proj_down, act_unsigned)
     if lora_x is None and few_rows_supported(rows, proj_down.shape[1]):
         return quantize_few_rows(rows, smooth, proj_down, act_unsigned)
     codes, scales = quantize_rows(rows, smooth, act_unsigned)

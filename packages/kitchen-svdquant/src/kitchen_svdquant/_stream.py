@@ -11,18 +11,28 @@ from kitchen_core.reference.svdquant import UNSIGNED_SHIFT
 from . import _quantize
 from ._extension import EXTENSION
 
+BYTES, INT4, TURING, HOPPER = (
+    "8-bit MMA",
+    "4-bit MMA",
+    "8-bit MMA of sm_75",
+    "8-bit MMA behind the copy engine of Hopper",
+)
+
+
+EARLY_START_US = 3.0  # a GEMM behind one launch reads its weights meanwhile
+
 
 def scaled_mm(
-    int4: bool, codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False,
+    by: str, codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False,
     out_dtype=torch.bfloat16, residual=None, residual_scale=None, programmatic_launch=False,
 ):  # fmt: skip
-    """scaled_mm_svdquant_w4a4, by 4-bit or by 8-bit MMA.
+    """scaled_mm_svdquant_w4a4. HOPPER: where that kernel takes the call, else BYTES.
 
-    ``programmatic_launch``: the kernel in front is ``_quantize.quantize_few_rows``, which lets this one start early.
+    ``programmatic_launch``: the kernel in front is a quantizer of ``_quantize`` that lets this one start early.
     """
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
         y = scaled_mm(
-            int4, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32,
+            by, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32,
             programmatic_launch=programmatic_launch,
         )  # fmt: skip
         scale = None if residual_scale is None else residual_scale.reshape(-1)
@@ -43,14 +53,23 @@ def scaled_mm(
     if residual_scale is not None:
         residual_scale = residual_scale.reshape(-1).float().contiguous()
         scale_stride = 0 if residual_scale.numel() == 1 else 1
-    EXTENSION.module.svdquant_gemm_sm80(
+    arguments = (
         m, n, k, codes.data_ptr(), ascales.data_ptr(), weight.data_ptr(), wscales.data_ptr(), DTYPE_CODES[wscales.dtype],
         proj_up.shape[1], lora_act.data_ptr(), proj_up.data_ptr(), DTYPE_CODES[proj_up.dtype], pointer(bias),
         0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual), pointer(residual_scale), scale_stride,
-        out.data_ptr(), DTYPE_CODES[out_dtype], act_unsigned, int4, programmatic_launch, codes.device.index,
+        out.data_ptr(), DTYPE_CODES[out_dtype], act_unsigned, by == INT4, programmatic_launch, codes.device.index,
         _quantize.stream_of(codes),
     )  # fmt: skip
+    if by == TURING:
+        EXTENSION.module.svdquant_gemm_sm75(*arguments)
+    elif by != HOPPER or not EXTENSION.module.svdquant_stream_sm90(*arguments):
+        EXTENSION.module.svdquant_gemm_sm80(*arguments)
     return out
+
+
+def few_rows(codes, *args, **kwargs):
+    """``scaled_mm`` by the kernel for few rows of this GPU."""
+    return scaled_mm(HOPPER if _quantize.is_hopper(codes.device.index) else BYTES, codes, *args, **kwargs)
 
 
 def linear(
@@ -64,18 +83,21 @@ def linear(
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
     rows = raw.reshape(-1, k)
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
-    together = _quantize.few_rows_supported(rows, proj_down.shape[1])
-    if together:
+    rank, together = proj_down.shape[1], True
+    if _quantize.takes_one_pass(rows, proj_down, EARLY_START_US):
+        quantized = _quantize.quantize_and_project(rows, smooth, proj_down, act_unsigned, shift=shift)
+    elif _quantize.few_rows_supported(rows, rank):
         quantized = _quantize.quantize_few_rows(rows, smooth, proj_down, act_unsigned, shift)
     else:
+        together = False
         quantized = (
             *_quantize.quantize_rows(rows, smooth, act_unsigned, shift=shift),
             _quantize.low_rank_product(rows, proj_down),
         )
     codes, ascales, lora_act = quantized
     flat = None if residual is None else residual.reshape(-1, n)
-    y = scaled_mm(
-        False, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype or x.dtype, flat,
+    y = few_rows(
+        codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype or x.dtype, flat,
         residual_scale, programmatic_launch=together,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], n)

@@ -16,6 +16,7 @@ from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
 from kitchen_core.layouts import tile_packed
 from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT, low_rank_input, shift_contribution
 
+from ._quantize import low_rank_product
 from .calibrated import quantize_svdquant_calibrated
 from .quantizer import quantize_svdquant
 
@@ -208,7 +209,11 @@ class SVDQuantFormat(Format):
         cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
     ):
         n = tensors["qdata"].shape[0]
-        lora_act = low_rank_input(activation.tensors["x"], tensors["proj_down"])
+        x = activation.tensors["x"]
+        if x.is_cuda:
+            lora_act = low_rank_product(x.reshape(-1, x.shape[-1]), tensors["proj_down"])
+        else:
+            lora_act = low_rank_input(x, tensors["proj_down"])
         y = ops.scaled_mm_svdquant_w4a4(
             activation.tensors["codes"], tensors["qdata"], activation.tensors["ascales"], tensors["scale"], lora_act,
             tensors["proj_up"], bias, config.act_unsigned, out_dtype or activation.dtype,

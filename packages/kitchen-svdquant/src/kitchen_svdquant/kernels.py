@@ -10,8 +10,8 @@ from kitchen_core.registry import Kernel, Problem, Provider
 from . import _hopper, _quantize, _stream
 from ._extension import EXTENSION
 
-FEW_ROWS_PRIORITY, CUDA_PRIORITY, INT4_PRIORITY, SM80_PRIORITY = 110, 100, 85, 80
-FEW_ROWS = 32  # up to here the weight is streamed: docs/kernels/svdquant.md
+FEW_ROWS_PRIORITY, CUDA_PRIORITY, INT4_PRIORITY, SM80_PRIORITY, SM75_PRIORITY = 110, 100, 85, 80, 70
+FEW_ROWS = 64  # up to here the weight is streamed: docs/kernels/svdquant.md
 MAX_ROWS = 2**30  # of x and of the weight
 
 
@@ -40,6 +40,13 @@ def _stream_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     return _too_large(problem)
 
 
+def _turing_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    reason = EXTENSION.why_not_path(facts, "sm75")
+    if reason is None and not facts.int8_tensor_cores:
+        reason = f"needs INT8 tensor cores, the device is {facts}"
+    return reason or _too_large(problem)
+
+
 def _int4_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     if facts.kind == "cuda" and facts.sm >= 100:
         return f"4-bit MMA exists on sm_80 to sm_90, the device is {facts}"
@@ -66,10 +73,11 @@ provider = Provider(
         Kernel(
             "quantize_svdquant_w4a4", "groups", _quantize.quantize_w4a4, _quantizer_supports, CUDA_PRIORITY, "svdquant"
         ),
-        _scaled_mm("few_rows", partial(_stream.scaled_mm, False), _few_rows_supports, FEW_ROWS_PRIORITY),
+        _scaled_mm("few_rows", _stream.few_rows, _few_rows_supports, FEW_ROWS_PRIORITY),
         _scaled_mm("sm90", _hopper.scaled_mm, _hopper_supports, CUDA_PRIORITY),
-        _scaled_mm("int4", partial(_stream.scaled_mm, True), _int4_supports, INT4_PRIORITY),
-        _scaled_mm("sm80", partial(_stream.scaled_mm, False), _stream_supports, SM80_PRIORITY),
+        _scaled_mm("int4", partial(_stream.scaled_mm, _stream.INT4), _int4_supports, INT4_PRIORITY),
+        _scaled_mm("sm80", partial(_stream.scaled_mm, _stream.BYTES), _stream_supports, SM80_PRIORITY),
+        _scaled_mm("sm75", partial(_stream.scaled_mm, _stream.TURING), _turing_supports, SM75_PRIORITY),
         Kernel("svdquant_linear", "few_rows", _stream.linear, _few_rows_supports, FEW_ROWS_PRIORITY, "svdquant"),
         Kernel("svdquant_linear", "sm90", _hopper.linear, _hopper_supports, CUDA_PRIORITY, "svdquant"),
     ),

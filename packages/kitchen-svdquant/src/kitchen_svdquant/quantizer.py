@@ -84,7 +84,7 @@ def _calibration(calibration: torch.Tensor | None, w: torch.Tensor, act_unsigned
         sample = rows[:: -(-rows.shape[0] // SAMPLE_ROWS)].float()
         return rows.abs().amax(0).float(), sample
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(SAMPLE_ROWS, k, generator=generator).to(w.device)
+    sample = torch.randn(SAMPLE_ROWS, k, generator=generator, dtype=torch.float32, device="cpu").to(w.device)
     if act_unsigned:
         sample = sample.abs()
     absmax = None
@@ -148,7 +148,7 @@ def low_rank(a: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     basis = None
     if min(a.shape) > EXACT_SVD_SIZE and 4 * (rank + 8) < min(a.shape):
         generator = torch.Generator().manual_seed(rank)
-        start = torch.randn(a.shape[1], rank + 8, generator=generator).to(a.device)
+        start = torch.randn(a.shape[1], rank + 8, generator=generator, dtype=torch.float32, device="cpu").to(a.device)
         basis = torch.linalg.qr(a @ start).Q
         for _ in range(2):
             basis = torch.linalg.qr(a @ torch.linalg.qr(a.t() @ basis).Q).Q

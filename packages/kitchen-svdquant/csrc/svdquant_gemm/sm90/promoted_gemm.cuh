@@ -33,8 +33,9 @@ using gemm_sm90::TileWalk;
 constexpr int kStageBytesK = 128, kStageGroups = kStageBytesK / kGroup;
 constexpr int kSharedLimit = 227 * 1024, kReservedBytes = 512;
 
-template <int kTileN_, int kClusterM_, int kClusterN_>
+template <int kTileN_, int kClusterM_, int kClusterN_, int kRound_>
 struct Config {
+  static constexpr int kRound = kRound_;  // stages in which a group is promoted while the next one multiplies; 0: none
   static constexpr int kConsumers = 2;  // warpgroups that multiply
   static constexpr int kTileM = 64 * kConsumers, kTileN = kTileN_, kTileOutN = kTileN;
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kClusterSize = kClusterM * kClusterN;
@@ -182,18 +183,29 @@ struct Consumer {
     return kGroupStride | uint64_t{(zeros - address) >> 4} << 16 | ((address & 0x3FFFFu) >> 4);
   }
 
-  // Both products of one group, from zero.
-  __device__ __forceinline__ void multiply(Sums<Config>& scale, Sums<Config>& dot, int stage, int group) const {
-    const uint64_t first = group * (kGroup / 16);
-    const uint64_t a_rows = a(stage) + first, b_rows = b(stage) + first;
-    ptx::wgmma_results(scale);  // both were read before
-    ptx::wgmma_results(dot);
+  // The products of one group, from zero: of its scales, and of its codes.
+  __device__ __forceinline__ void multiply_scales(Sums<Config>& scale, int stage, int group) const {
+    ptx::wgmma_results(scale);  // they were read before
     ptx::wgmma_fence();
     ptx::WgmmaBf16<Config::kTileN>::mma(scale, scales(shared.a_scale[stage][index][group]),
                                         scales(shared.b_scale[stage][group]), 0);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply_codes(Sums<Config>& dot, int stage, int group) const {
+    const uint64_t first = group * (kGroup / 16);
+    const uint64_t a_rows = a(stage) + first, b_rows = b(stage) + first;
+    ptx::wgmma_results(dot);
+    ptx::wgmma_fence();
     ptx::WgmmaE4m3<Config::kTileN>::mma(dot, a_rows, b_rows, 0);
     ptx::WgmmaE4m3<Config::kTileN>::mma(dot, a_rows + 2, b_rows + 2, 1);
     ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void promote(Sums<Config>& total, Sums<Config>& dot, Sums<Config>& scale) const {
+    ptx::wgmma_results(scale);
+    ptx::wgmma_results(dot);
+#pragma unroll
+    for (int i = 0; i < Config::kTileN / 2; ++i) total[i ^ 1] = __fmaf_rn(dot[i], scale[i], total[i ^ 1]);
   }
 
   // total = low * up^T. Not summed in place: accumulators of wgmma are neighbouring registers, and the FMAs of the
@@ -221,21 +233,54 @@ struct Consumer {
     for (int i = 0; i < Config::kTileN / 2; ++i) total[i ^ 1] = __fadd_rn(sums[i], params.minus_zero);
   }
 
-  __device__ __forceinline__ void groups(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
+  // One group after the other.
+  __device__ __forceinline__ void groups_in_turn(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
     Sums<Config> scale, dot;
     for (int k = 0; k < k_stages; ++k, at.advance()) {
       ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
 #pragma unroll
       for (int group = 0; group < kStageGroups; ++group) {
-        multiply(scale, dot, at.stage, group);
+        multiply_scales(scale, at.stage, group);
+        multiply_codes(dot, at.stage, group);
         ptx::wgmma_wait<0>();
-        ptx::wgmma_results(scale);
-        ptx::wgmma_results(dot);
         if (group == kStageGroups - 1) release<Config>(shared, at.stage);
-#pragma unroll
-        for (int i = 0; i < Config::kTileN / 2; ++i) total[i ^ 1] = __fmaf_rn(dot[i], scale[i], total[i ^ 1]);
+        promote(total, dot, scale);
       }
     }
+  }
+
+  // Rounds of kRound stages: the codes of a group are under way while the one before is promoted; its scales follow, in the
+  // same registers. Nothing is under way from round to round, or ptxas would serialise all of it (C7514).
+  __device__ __forceinline__ void groups_ahead(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
+    Sums<Config> scale, dot[2];
+    int k = 0;
+    for (; k + Config::kRound <= k_stages; k += Config::kRound) {
+      int before = at.stage;
+#pragma unroll
+      for (int s = 0; s < Config::kRound; ++s) {
+        ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+#pragma unroll
+        for (int group = 0; group < kStageGroups; ++group) {
+          multiply_codes(dot[group], at.stage, group);
+          if (s > 0 || group > 0) {
+            ptx::wgmma_wait<1>();
+            if (group == 0) release<Config>(shared, before);
+            promote(total, dot[group ^ 1], scale);
+          }
+          multiply_scales(scale, at.stage, group);
+        }
+        before = at.stage;
+        at.advance();
+      }
+      ptx::wgmma_wait<0>();
+      release<Config>(shared, before);
+      promote(total, dot[kStageGroups - 1], scale);
+    }
+    groups_in_turn(total, at, k_stages - k);
+  }
+
+  __device__ __forceinline__ void groups(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
+    Config::kRound > 0 ? groups_ahead(total, at, k_stages) : groups_in_turn(total, at, k_stages);
   }
 };
 

@@ -16,13 +16,13 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <type_traits>
 
 #include "kitchen/common/to_float.h"
 #include "kitchen/gemm/staged_store_sm90.cuh"
 #include "kitchen/host/check.h"
+#include "kitchen/host/launch.h"
 #include "kitchen/host/tensor_map.h"
 #include "svdquant_gemm/sm90/promoted_gemm.cuh"
 
@@ -173,26 +173,12 @@ CUtensorMap rank_map(const void* data, int64_t rows, int R, int box_rows) {
                                   sm90::kStageBytesK / 2, CU_TENSOR_MAP_SWIZZLE_128B});
 }
 
-// More shared memory than 48 KB has to be asked for, once a kernel and device.
-template <class Kernel>
-void allow_shared_memory(Kernel kernel, int bytes, std::atomic<uint64_t>& devices_done) {
-  int device = 0;
-  host::check(cudaGetDevice(&device), "svdquant_gemm_sm90: cudaGetDevice");
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (devices_done.load() & bit) return;
-  host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-              "svdquant_gemm_sm90: cudaFuncSetAttribute");
-  devices_done.fetch_or(bit);
-}
-
 template <class Config, int kOutBytes>
 void launch(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream) {
   using Epilogue = StoreEpilogue<kOutBytes, Config::kTileN>;
   using Shared = sm90::SharedStorage<Config, Epilogue>;
   static_assert(sizeof(Shared) <= sm90::kSharedLimit, "the stages do not fit shared memory");
-  static std::atomic<uint64_t> devices_done{0};
   auto* const kernel = sm90::promoted_gemm<Config, Epilogue>;
-  allow_shared_memory(kernel, sizeof(Shared), devices_done);
 
   sm90::KernelParams<EpilogueParams> params{};
   params.a = code_map(o.a, o.M, o.K, Config::kBoxM);
@@ -215,17 +201,8 @@ void launch(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream
   params.b_blocks = static_cast<int>(ceil_div(o.N, Config::kTileN));
   params.epilogue = epilogue_params<kOutBytes, Config::kTileN>(o);
 
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(Config::kClusterSize), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(plan.grid);
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  host::check(cudaLaunchKernelEx(&config, kernel, params), "svdquant_gemm_sm90: launch");
+  host::launch("svdquant_gemm_sm90", kernel,
+               {plan.grid, Config::kThreads, Config::kClusterSize, sizeof(Shared), stream, o.programmatic_launch}, params);
 }
 
 // ---------------------------------------------------------------- plans
@@ -242,8 +219,8 @@ constexpr Variant variant(const char* name) {
 }
 
 constexpr Variant kVariants[] = {
-    variant<sm90::Config<128, 2, 1>>("128x128, cluster 2x1"),
-    variant<sm90::Config<96, 1, 2>>("128x96, cluster 1x2"),
+    variant<sm90::Config<128, 2, 1, 0>>("128x128, cluster 2x1"),
+    variant<sm90::Config<96, 1, 1, 4>>("128x96, a group ahead"),
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
@@ -254,7 +231,7 @@ int64_t cluster_tiles(int64_t M, int64_t N, const HopperVariant& v) {
 // Cycles of the busiest block. The constants are fitted to an H200 (docs/kernels/svdquant.md, 2026-11-30): what an SM
 // multiplies with the promotion included, what narrow tiles lose, and what comes with a tile.
 double estimated_cycles(int64_t M, int64_t N, int64_t K, int sm_count, const HopperVariant& v) {
-  constexpr double kMultipliesPerCycle = 1830, kNarrow = 1.17, kTile = 3000;
+  constexpr double kMultipliesPerCycle = 1830, kNarrow = 1.03, kTile = 3000;
   const int64_t slots = std::max(1, sm_count / (v.cluster_m * v.cluster_n));
   const double tile =
       double(v.tile_m) * v.tile_n * double(K) / kMultipliesPerCycle * (v.tile_n < 128 ? kNarrow : 1.0) + kTile;

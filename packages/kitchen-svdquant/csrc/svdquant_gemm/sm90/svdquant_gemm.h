@@ -27,6 +27,7 @@ struct HopperOperands {
   int64_t pitch;                // elements between rows of out and residual
   DType bias_type, out_type;
   int residual_scale_stride;
+  bool programmatic_launch;  // start while the kernel in front ends; all is read after it has
 };
 
 struct HopperPlan {
