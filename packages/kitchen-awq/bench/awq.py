@@ -2,6 +2,8 @@
 """Times awq_linear against bf16 F.linear, torch's tinygemm, a plain read and, if installed, comfy-kitchen.
 
 python packages/kitchen-awq/bench/awq.py --out benchmarks/results/h200/awq.json
+
+Then M = 1 .. 300, to awq_sweep.json beside the other file; ``--only linear`` or ``--only sweep`` does one of the two.
 """
 
 from __future__ import annotations
@@ -23,29 +25,22 @@ from kitchen_awq._extension import EXTENSION
 from kitchen_core.packing import unpack_nibbles
 from kitchen_core.reference.awq import dequantize_awq
 
-# K x N: layers of Flux, Qwen and Llama-like models; with --groups, groups beside 64 and 128 on one of them, 0 meaning one a row
+# K x N: layers of Flux, Qwen and Llama-like models; groups beside 64 and 128 on one of them, 0 meaning one a row
 SHAPES = ((3072, 18432), (4096, 4096), (4096, 24576), (12288, 4096))
 GROUPS = (64, 128)
-OTHER_GROUPS, OTHER_SHAPE, OTHER_ROWS = (16, 32, 256, 0), (4096, 4096), (1, 16, 64, 256)
+OTHER_GROUPS, OTHER_SHAPE, OTHER_ROWS = (16, 32, 256, 0), (4096, 4096), (1, 16, 64, 256, 1024)
+SWEEP_SHAPES, SWEEP_ROWS = ((3072, 18432), (4096, 4096)), sorted({*range(1, 34), *range(36, 301, 4), 65, 129, 193, 257})
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-SOURCES = [
-    "packages/kitchen-awq/csrc", "shared_cuda/include/kitchen/quant/awq_decode.h",
-    "shared_cuda/include/kitchen/mma/m16n8k16_f16.h", "shared_cuda/include/kitchen/ptx/wgmma_registers.h",
-    "shared_cuda/include/kitchen/ptx/named_barrier.h",
-]  # fmt: skip
+SOURCES = benchlib.with_headers("packages/kitchen-awq/csrc")
 BF16 = torch.bfloat16
 SLOW_PEER_ROWS = 64  # peers that take milliseconds beyond are timed once, not eleven times
 
 
 def cases() -> list[tuple[int, int, int, int]]:
     """(M, K, N, group): the whole grid."""
-    return [(m, k, n, g) for k, n in SHAPES for g in GROUPS for m in ROWS]
-
-
-def other_cases() -> list[tuple[int, int, int, int]]:
-    """The same for other groups, which are printed and not recorded."""
+    main = [(m, k, n, g) for k, n in SHAPES for g in GROUPS for m in ROWS]
     k, n = OTHER_SHAPE
-    return [(m, k, n, g or k) for g in OTHER_GROUPS for m in OTHER_ROWS]
+    return main + [(m, k, n, g or k) for g in OTHER_GROUPS for m in OTHER_ROWS]
 
 
 def cells() -> set[tuple]:
@@ -79,8 +74,9 @@ def random_weight(n: int, k: int, group: int):
 def workspace_bytes(kernel: str, M: int, N: int, K: int, group: int) -> int:
     if kernel == "awq/dequantized":
         return _dequantized.choose_pieces(M, N, K, 2, True).workspace_bytes
-    route = {"awq/decode": _launch.DECODE, "awq/sm90": _launch.HOPPER}[kernel]
-    return min(_launch.WORKSPACE_BYTES, _launch.plan_of(route, M, N, K, group, BF16, BF16, 0).workspace_bytes)
+    route = {"awq/stream": _launch.STREAM, "awq/decode": _launch.DECODE, "awq/sm90": _launch.HOPPER}[kernel]
+    rows = min(M, _launch.rows_at_a_time(-(-K // _launch.STAGE_COLUMNS) * _launch.STAGE_COLUMNS))
+    return _launch.plan_of(route, rows, N, K, group, BF16, BF16, 0).workspace_bytes
 
 
 def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
@@ -99,7 +95,7 @@ def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
 
     linear = lambda i: kc.awq_linear(x, *packed[i], None, group)  # noqa: E731
     times = benchlib.time_variants(
-        {"linear": linear, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": read}, copies, 600.0, 5
+        {"linear": linear, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": read}, copies, 400.0, 5
     )
     peers = {}
     if tiny:
@@ -109,8 +105,8 @@ def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
     theirs = ck_linear() if group in GROUPS else None  # at group 16 and 16 rows it reads where it may not
     if theirs is not None:
         peers["comfy-kitchen"] = lambda i: theirs(x, *packed[i], None, group)
-    reps = 3 if M <= SLOW_PEER_ROWS else 1
-    found = benchlib.time_variants(peers, 2 if M > SLOW_PEER_ROWS else copies, 200.0, reps) if peers else {}
+    reps = 3 if M <= 16 else 1
+    found = benchlib.time_variants(peers, 2 if M > SLOW_PEER_ROWS else copies, 100.0, reps) if peers else {}
     with kc.trace() as calls:
         y = linear(0)
     exact = x[:16].double() @ dequantize_awq(*packed[0], group, torch.float32).double().T
@@ -148,33 +144,47 @@ def summary(rows: list[dict]) -> None:
             print(line)
 
 
-def steps() -> None:
-    """Times over M = 1 .. 300: where a neighbour differs by more than the rule allows."""
-    for K, N in SHAPES[:2]:
+def sweep(out: Path) -> None:
+    """Times over M = 1 .. 300, in columns: where a neighbour differs by more than the rule allows."""
+    swept = []
+    for K, N in SWEEP_SHAPES:
         packed = [random_weight(N, K, 64) for _ in range(benchlib.copies_for(N * K / 2))]
-        previous = None
-        for M in [*range(1, 20), 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 192, 255, 256, 257, 300]:
+        dense = [torch.randn(N, K, device="cuda", dtype=BF16) * 0.02 for _ in range(benchlib.copies_for(2 * N * K))]
+        row = {"case": "sweep", "K": K, "N": N, "group": 64, "M": list(SWEEP_ROWS)}
+        columns: dict[str, list] = {"us": [], "bf16_us": [], "ck_us": [], "kernel": []}
+        for M in row["M"]:
             x = torch.randn(M, K, device="cuda", dtype=BF16)
-            call = lambda i, x=x, packed=packed: kc.awq_linear(x, *packed[i], None, 64)  # noqa: E731
-            us = benchlib.time_variants({"linear": call}, len(packed), 200.0, 3)["linear"].us
-            note = " step" if previous and us > 1.5 * previous else ""
-            print(f"K={K} N={N} M={M} {us:.2f} us{note}", flush=True)
-            previous = us
+            variants = {
+                "us": lambda i, x=x, packed=packed: kc.awq_linear(x, *packed[i], None, 64),
+                "bf16_us": lambda i, x=x, dense=dense: F.linear(x, dense[i % len(dense)]),
+            }
+            times = benchlib.time_variants(variants, len(packed), 100.0, 5)
+            with kc.trace() as calls:
+                variants["us"](0)
+            for column in variants:
+                columns[column].append(round(times[column].us, 2))
+            columns["ck_us"].append(None)  # 18 to 400 times slower: another scale
+            columns["kernel"].append(dict(calls)["awq_linear"])
+        swept.append(row | columns)
+        for before, after, m in zip(columns["us"], columns["us"][1:], row["M"][1:], strict=False):
+            if after > 1.15 * before or before > 1.15 * after:
+                print(f"sweep K={K} N={N}: {before} to {after} us at M={m}", flush=True)
+        print(f"sweep K={K} N={N}: {min(columns['us'])} to {max(columns['us'])} us", flush=True)
+    benchlib.write_results(out.with_name("awq_sweep.json"), "awq_sweep", swept, SOURCES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=benchlib.ROOT / "benchmarks/results/h200/awq.json")
     parser.add_argument("--quick", action="store_true", help="the first cases only")
-    parser.add_argument("--steps", action="store_true", help="only the times over M = 1 .. 300")
-    parser.add_argument("--groups", action="store_true", help="only other groups; nothing is recorded")
+    parser.add_argument("--only", choices=["linear", "sweep"], help="one of the two files")
     args = parser.parse_args()
-    if args.steps:
-        return steps()
+    if args.only == "sweep":
+        return sweep(args.out)
     rows, made = [], None
-    for M, K, N, group in (other_cases() if args.groups else cases())[: 4 if args.quick else None]:
+    for M, K, N, group in cases()[: 4 if args.quick else None]:
         if made != (K, N, group):
-            if rows and not args.groups:
+            if rows:
                 benchlib.write_results(args.out, "awq", rows, SOURCES)
             made = (K, N, group)
             packed = [random_weight(N, K, group) for _ in range(benchlib.copies_for(N * K / 2))]
@@ -189,9 +199,10 @@ def main() -> None:
             f"err {row['err']:.5f}  {row['kernel']}",
             flush=True,
         )
-    if not args.groups:
-        benchlib.write_results(args.out, "awq", rows, SOURCES)
-        summary(rows)
+    benchlib.write_results(args.out, "awq", rows, SOURCES)
+    summary(rows)
+    if args.only is None and not args.quick:
+        sweep(args.out)
     return None
 
 

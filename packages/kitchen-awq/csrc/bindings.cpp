@@ -60,7 +60,7 @@ void bind_dequantize(py::module_& m) {
 }
 
 using Launch = void (*)(const awq::LinearParams&, void*, const awq::LinearPlan*, int, cudaStream_t);
-using Workspace = int64_t (*)(const awq::LinearParams&);
+using Workspace = int64_t (*)(const awq::LinearParams&, const awq::LinearPlan&, const awq::LinearDevice&);
 using Choose = awq::LinearPlan (*)(const awq::LinearParams&, const awq::LinearDevice&);
 using Reject = const char* (*)(const awq::LinearParams&, const awq::LinearPlan&, const awq::LinearDevice&);
 using Describe = std::string (*)(const awq::LinearParams&, const awq::LinearPlan&);
@@ -95,7 +95,7 @@ void bind_linear(py::module_& m, const std::string& name, Launch launch, Workspa
         const awq::LinearDevice facts = {std::get<0>(device), std::get<1>(device), std::get<2>(device), std::get<3>(device)};
         const awq::LinearPlan chosen = plan ? awq::LinearPlan{plan->first, plan->second} : choose(q, facts);
         const char* const reason = reject(q, chosen, facts);
-        return std::make_tuple(Plan(chosen.variant, chosen.splits), workspace_bytes(q), describe(q, chosen),
+        return std::make_tuple(Plan(chosen.variant, chosen.splits), workspace_bytes(q, chosen, facts), describe(q, chosen),
                                std::string(reason == nullptr ? "" : reason));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("group"), py::arg("x_type"), py::arg("parameter_type"), py::arg("device"),
@@ -103,6 +103,8 @@ void bind_linear(py::module_& m, const std::string& name, Launch launch, Workspa
       "(plan, workspace bytes, itself in words, why it cannot run or '') on a device (SMs, shared memory of a block, of an SM, compute capability).");
   m.def((name + "_variants").c_str(), [variants] { return variants; });
 }
+
+int64_t none(const awq::LinearParams&, const awq::LinearPlan&, const awq::LinearDevice&) { return 0; }
 
 void bind_yardsticks(py::module_& m) {
   m.def("yardstick_read", [](uintptr_t source, int64_t bytes, uintptr_t sink, int device, uintptr_t stream) {
@@ -121,10 +123,12 @@ PYBIND11_MODULE(_C, m) {
   bind_dequantize(m);
   bind_yardsticks(m);
 #ifdef KITCHEN_HAVE_SM80
-  bind_linear(m, "awq_decode", awq::awq_decode, awq::decode_workspace, awq::choose_decode_plan, awq::decode_plan_rejected, awq::describe_decode,
+  bind_linear(m, "awq_decode", awq::awq_decode, none, awq::choose_decode_plan, awq::decode_plan_rejected, awq::describe_decode,
               awq::decode_variant_count());
 #endif
 #ifdef KITCHEN_HAVE_SM90
+  bind_linear(m, "awq_stream", awq::awq_stream, none, awq::choose_stream_plan, awq::stream_plan_rejected, awq::describe_stream,
+              awq::stream_variant_count());
   bind_linear(m, "awq_gemm_sm90", awq::awq_gemm_sm90, awq::gemm_sm90_workspace, awq::choose_gemm_sm90_plan,
               awq::gemm_sm90_plan_rejected, awq::describe_gemm_sm90, awq::gemm_sm90_variant_count());
 #endif

@@ -13,8 +13,10 @@ import torch
 
 from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import HOPPER_ROWS
+from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS
 from kitchen_core import ops, use
+from kitchen_core.devices import simulated_facts
+from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.reference import awq as reference
 from kitchen_core.testing import assert_close, assert_equal, expect_kernel, relative_error, tolerance, unit_roundoff
 
@@ -22,8 +24,10 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES, DTYPES = (BF16, FP16), (BF16, FP16, FP32)
-ROUTES = (_launch.DECODE, _launch.HOPPER)
-KERNELS = ("awq/decode", "awq/sm90", "awq/dequantized")
+ROUTES = (_launch.STREAM, _launch.DECODE, _launch.HOPPER)
+KERNELS = ("awq/stream", "awq/decode", "awq/sm90", "awq/dequantized")
+FEW_ROWS = ("awq/stream", "awq/decode")  # that take few rows of x only
+VECTORS = ("awq/stream", "awq/sm90")  # that take groups of multiples of 32 and N of 8
 GROUPS = (8, 16, 24, 32, 64, 96, 128, 192, 256, 384, 768)  # 768: one group a row
 SPLITS = (1, 2, 4, 8)
 
@@ -107,9 +111,9 @@ def one_hot(linear, k: int, dtype: torch.dtype, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 def test_one_hot_rows_print_the_decoded_weight(kernel, group, dtype):
-    k, n, rows = 768, 72, 16 if kernel == "awq/decode" else 200
-    if kernel == "awq/sm90" and group % 32:
-        pytest.skip("awq/sm90 takes groups of multiples of 32")
+    k, n, rows = 768, 72, 16 if kernel in FEW_ROWS else 200
+    if kernel in VECTORS and group % 32:
+        pytest.skip(f"{kernel} takes groups of multiples of 32")
     packed = weight(n, k, group, dtype)
     with use(kernel), expect_kernel("awq_linear", kernel):
         dense = one_hot(lambda x: ops.awq_linear(x, *packed, None, group), k, dtype, rows)
@@ -157,10 +161,10 @@ def test_zeros_that_the_packed_decoder_would_round_otherwise(kernel, dtype, edge
     ("n", "k", "group"), [(8, 64, 32), (130, 384, 128), (264, 1056, 96), (1000, 2048, 64), (72, 3072, 3072)]
 )
 def test_ragged_shapes(kernel, dtype, n, k, group):
-    if kernel == "awq/sm90" and n % 8:
+    if kernel in VECTORS and n % 8:
         n += 8 - n % 8
     packed = weight(n, k, group, dtype)
-    for i, m in enumerate((1, 2, 7, 16) if kernel == "awq/decode" else (1, 17, 64, 65, 130, 300)):
+    for i, m in enumerate((1, 2, 7, 16) if kernel in FEW_ROWS else (1, 17, 64, 65, 130, 300)):
         x = floats(m, k, dtype=dtype, seed=m)
         bias = None if i % 3 == 0 else floats(n, dtype=DTYPES[i % 3], seed=2)
         residual = None if i % 2 else floats(m, n, dtype=DTYPES[(i + 1) % 3], seed=3)
@@ -203,7 +207,7 @@ def test_error_against_fp64(kernel):
     for k, n in ((4096, 512), (12288, 256)):
         codes, scale, zero = packed = weight(n, k, 64, BF16)
         exact = reference.dequantize_awq(*packed, 64, FP32).double()
-        for m in (1, 16) if kernel == "awq/decode" else (16, 256, HOPPER_ROWS):
+        for m in (1, 16) if kernel in FEW_ROWS else (16, 256, HOPPER_ROWS):
             x = floats(m, k, dtype=BF16)
             want = x.double() @ exact.t()
             with use(kernel), expect_kernel("awq_linear", kernel):
@@ -233,10 +237,39 @@ def test_every_plan(route):
     assert ran >= 40
 
 
+@pytest.mark.parametrize("sm", [80, 86, 90, 120])
+def test_the_decode_kernel_has_a_plan_wherever_it_offers_itself(sm):
+    facts = simulated_facts(f"sm_{sm}")
+    device = facts.sm_count, facts.shared_memory_optin, facts.shared_memory_optin + 1024, sm
+    for m in (1, 8, 9, 16, 17, 32, 33, MOST_DECODE_ROWS):
+        for n, k, group in ((8, 32, 8), (17, 256, 64), (4096, 12288, 128), (22473, 3072, 16)):
+            for scales in HALVES:
+                plan = EXTENSION.module.awq_decode_plan(
+                    M=m,
+                    N=n,
+                    K=k,
+                    group=group,
+                    x_type=DTYPE_CODES[BF16],
+                    parameter_type=DTYPE_CODES[scales],
+                    device=device,
+                )
+                assert plan[3] == "", (m, n, k, group, plan)
+
+
+@pytest.mark.parametrize("n", [17, 24])
+@pytest.mark.parametrize("m", [17, 33, 64])
+def test_rows_that_the_decode_kernel_takes_last(m, n):
+    for group, scales in ((32, BF16), (8, BF16), (32, FP32)):
+        packed = weight(n, 544, group, scales)
+        x = floats(m, 544, dtype=BF16)
+        with use("awq/decode"), expect_kernel("awq_linear", "awq/decode"):
+            check(x, packed, group, ops.awq_linear(x, *packed, None, group))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_are_independent_and_runs_equal(kernel):
     packed = weight(264, 1024, 64, BF16)
-    m = 13 if kernel == "awq/decode" else 77
+    m = 13 if kernel in FEW_ROWS else 77
     x = floats(m, 1024, dtype=BF16)
     with use(kernel):
         first = ops.awq_linear(x, *packed, None, 64)
@@ -306,7 +339,7 @@ def test_activations_in_front():
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_graph_replay_and_weights_written_just_before(kernel):
     """A captured call follows its inputs, also a weight that the kernel in front has just written."""
-    m = 9 if kernel == "awq/decode" else 70
+    m = 9 if kernel in FEW_ROWS else 70
     sources = [weight(264, 1024, 64, BF16, seed) for seed in (1, 2)]
     packed = [t.clone() for t in sources[0]]
     x = floats(m, 1024, dtype=BF16)

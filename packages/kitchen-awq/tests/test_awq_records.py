@@ -10,14 +10,14 @@ import torch
 
 from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import DECODE_ROWS, DECODE_ROWS_SMALL, HOPPER_ROWS, MOST_DECODE_ROWS, provider
+from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS, STREAM_ROWS, provider
 from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
-DECODE, HOPPER, DEQUANTIZED = "awq/decode", "awq/sm90", "awq/dequantized"
+STREAM, DECODE, HOPPER, DEQUANTIZED = "awq/stream", "awq/decode", "awq/sm90", "awq/dequantized"
 
 
 @pytest.fixture
@@ -43,10 +43,10 @@ def chosen(facts, **changes) -> str:
 def test_hopper_hands_over_from_route_to_route(built):
     built(*RELEASE)
     facts = simulated_facts("sm_90")
-    assert chosen(facts, M=DECODE_ROWS_SMALL) == DECODE
-    assert chosen(facts, M=DECODE_ROWS_SMALL + 1) == HOPPER
-    assert chosen(facts, M=DECODE_ROWS, N=24576) == DECODE
-    assert chosen(facts, M=DECODE_ROWS + 1, N=24576) == HOPPER
+    assert chosen(facts, M=STREAM_ROWS) == STREAM
+    assert chosen(facts, M=STREAM_ROWS + 1) == HOPPER
+    assert chosen(facts, M=1, group=16) == DECODE
+    assert chosen(facts, M=STREAM_ROWS, K=2**18) == HOPPER, "x does not fit shared memory"
     assert chosen(facts, M=HOPPER_ROWS) == HOPPER
     assert chosen(facts, M=HOPPER_ROWS + 1) == DEQUANTIZED
 
@@ -55,8 +55,10 @@ def test_hopper_hands_over_from_route_to_route(built):
 def test_other_chips_with_bf16_tensor_cores(built, arch):
     built(*RELEASE)
     facts = simulated_facts(arch)
-    assert chosen(facts, M=MOST_DECODE_ROWS) == DECODE
-    assert chosen(facts, M=MOST_DECODE_ROWS + 1) == DEQUANTIZED
+    for changes in ({}, {"group": 16}, {"N": 17}):
+        assert chosen(facts, M=1, **changes) == DECODE
+        assert chosen(facts, M=MOST_DECODE_ROWS, **changes) == DECODE
+        assert chosen(facts, M=MOST_DECODE_ROWS + 1, **changes) == DEQUANTIZED
     assert "needs sm_90" in answers(facts)[HOPPER]
 
 
@@ -120,12 +122,11 @@ def test_pieces_stay_within_the_workspace(m, n, k, direct):
 def test_what_cublas_finishes_itself():
     half, other = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.float32)
     direct = _dequantized.is_direct
-    assert direct(torch.bfloat16, torch.bfloat16, None, None, None)
-    assert direct(torch.bfloat16, torch.bfloat16, half, None, None)
-    assert direct(torch.bfloat16, torch.bfloat16, None, half, None)
-    for bias, residual, scale in ((other, None, None), (half, half, None), (None, half, other), (None, other, None)):
-        assert not direct(torch.bfloat16, torch.bfloat16, bias, residual, scale)
-    assert not direct(torch.bfloat16, torch.float32, None, None, None)
+    assert direct(torch.bfloat16, torch.bfloat16, None, None)
+    assert direct(torch.bfloat16, torch.bfloat16, half, None)
+    for bias, residual in ((other, None), (half, half), (None, half), (None, other)):
+        assert not direct(torch.bfloat16, torch.bfloat16, bias, residual)
+    assert not direct(torch.bfloat16, torch.float32, None, None)
 
 
 def test_rows_whose_copy_fits():

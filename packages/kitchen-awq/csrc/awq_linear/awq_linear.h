@@ -27,8 +27,14 @@ struct LinearPlan {
   int splits;   // pieces of K, the blocks of a cluster: 1, 2, 4 or 8
 };
 
+// Very few rows (stream/sm80): 1 to 16 rows of x.
+int stream_variant_count();
+LinearPlan choose_stream_plan(const LinearParams& problem, const LinearDevice& device);
+const char* stream_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
+std::string describe_stream(const LinearParams& problem, const LinearPlan& plan);
+void awq_stream(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
+
 // Few rows (decode/sm80): 1 to 64 rows of x. Hopper (sm90): any number.
-int64_t decode_workspace(const LinearParams& problem);  // 0
 int decode_variant_count();
 LinearPlan choose_decode_plan(const LinearParams& problem, const LinearDevice& device);
 const char* decode_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);  // nullptr, or why
@@ -39,9 +45,9 @@ int gemm_sm90_variant_count();
 LinearPlan choose_gemm_sm90_plan(const LinearParams& problem, const LinearDevice& device);
 const char* gemm_sm90_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
 std::string describe_gemm_sm90(const LinearParams& problem, const LinearPlan& plan);
-// As many bytes as gemm_sm90_workspace says: 2 for each element of x, K rounded up to 128.
+// workspace: as many bytes as gemm_sm90_workspace says, for a copy of x and the sums of cut tiles; aligned to 256.
 void awq_gemm_sm90(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
-int64_t gemm_sm90_workspace(const LinearParams& problem);
+int64_t gemm_sm90_workspace(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
 
 LinearDevice linear_device(int device);
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
+from kitchen_core.registry import Problem
 
 from ._extension import EXTENSION
 
-DECODE, HOPPER = "awq_decode", "awq_gemm_sm90"  # functions of the extension
+STREAM, DECODE, HOPPER = "awq_stream", "awq_decode", "awq_gemm_sm90"  # functions of the extension
 STAGE_COLUMNS = 128  # of the Hopper kernel: gemm_kernel.cuh
+STREAM_OWN_BYTES = 4096  # what the kernel keeps of shared memory: awq_stream.cu
 
 Plan = tuple[int, int]  # variant, splits: awq::LinearPlan of csrc
 
@@ -130,7 +132,7 @@ def fused_linear(
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """awq_linear by a kernel that decodes as it multiplies: ``route`` is DECODE or HOPPER.
+    """awq_linear by a kernel that decodes as it multiplies: ``route`` is STREAM, DECODE or HOPPER.
 
     ``plan`` forces a plan, ``out`` gives the memory [M, N] (tests and measurements only).
     """
@@ -145,10 +147,11 @@ def fused_linear(
     )
     bias, residual, residual_scale = contiguous_epilogue(bias, residual, residual_scale, n)
     workspace, most = None, rows.shape[0]
-    if route == HOPPER:  # a copy of x whose columns have the weights' order
-        columns = -(-k // STAGE_COLUMNS) * STAGE_COLUMNS
-        most = min(most, rows_at_a_time(columns))
-        workspace = torch.empty((most, columns), dtype=x.dtype, device=x.device)
+    if route == HOPPER:  # a copy of x whose columns have the weights' order, and sums of cut tiles
+        most = min(most, rows_at_a_time(-(-k // STAGE_COLUMNS) * STAGE_COLUMNS))
+        shape = n, k, group_size, x.dtype, wscales.dtype, x.device.index, plan
+        nbytes = max(plan_of(route, m, *shape).workspace_bytes for m in {most, rows.shape[0] % most or most})
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
     y = out.view(-1, n)
     launch = getattr(EXTENSION.module, route)
     for first in range(0, rows.shape[0], most):
@@ -161,6 +164,18 @@ def fused_linear(
             device=out.device.index, stream=current_stream(out.device.index),
         )  # fmt: skip
     return out
+
+
+def stream_shared_bytes(problem: Problem) -> int:
+    """Of the plan of awq_stream that needs least: eight warps along N, the most pieces of K. See lay_out in awq_stream.cu."""
+    rows, splits, columns = 8 * 16, 1, 256
+    stages = -(-problem.K // columns)
+    while splits < 8 and -(-stages // -(-stages // (2 * splits))) == 2 * splits:
+        splits *= 2
+    groups = max(1, columns // problem.group) + (0 if columns % problem.group == 0 else 1)
+    stage = columns // 2 * rows + 4 * groups * rows
+    token = 2 * columns * -(-stages // splits) + 64 + 2 * 8 * 80 + (4 * splits * rows if splits > 1 else 0)
+    return 2 * -(-stage // 1024) * 1024 + problem.M * token + STREAM_OWN_BYTES
 
 
 def rows_at_a_time(columns: int) -> int:

@@ -1,8 +1,9 @@
 """What kitchen-awq offers, and when: the records of its CUDA kernels, and where one route hands over to the next.
 
-awq_linear has three routes. Where more than one can run, the number of rows of x decides (measured: docs/kernels/awq.md):
+awq_linear has four routes. Where more than one can run, the number of rows of x decides (measured: docs/kernels/awq.md):
 
-    awq/decode        few rows; weights stream through registers, mma.sync; sm_80 and later
+    awq/stream        Hopper, very few rows: weights stream through shared memory, mma.sync
+    awq/decode        few rows, of any group and type of scales: weights stream through registers, mma.sync; sm_80 and later
     awq/sm90          Hopper, up to HOPPER_ROWS: weights are decoded in registers, wgmma
     awq/dequantized   the rest: pieces of the weight are decoded to memory and multiplied by cuBLAS
 """
@@ -19,11 +20,8 @@ from kitchen_core.registry import Kernel, Problem, Provider
 from . import _dequantized, _launch
 from ._extension import EXTENSION
 
-DECODE_PRIORITY, HOPPER_PRIORITY, CUDA_PRIORITY = 120, 110, 100
-# Rows up to which the decode kernel is chosen where the Hopper kernel could run: for any weight, and for one of at most so many
-# elements.
-DECODE_ROWS, DECODE_ROWS_SMALL, SMALL_WEIGHT = 8, 16, 2**25
-MOST_DECODE_ROWS = 64  # that it takes
+STREAM_PRIORITY, HOPPER_PRIORITY, DECODE_PRIORITY, CUDA_PRIORITY = 130, 120, 110, 100
+STREAM_ROWS, MOST_DECODE_ROWS = 16, 64  # that they take
 HOPPER_ROWS = 1280  # beyond, cuBLAS on the decoded weight is faster
 MAX_FUSED_K, MAX_N = 2**19 - 1, 2**30
 
@@ -53,9 +51,9 @@ def _fused_reason(problem: Problem, facts: DeviceFacts, path: str) -> str | None
 
 
 def _hopper_reason(problem: Problem, facts: DeviceFacts) -> str | None:
-    """Why the Hopper kernel cannot run, whatever the number of rows."""
+    """Why the Hopper kernels cannot run, whatever the number of rows."""
     if facts.sm != 90:
-        return f"needs sm_90 (wgmma), the device is {facts}"
+        return f"needs sm_90, the device is {facts}"
     reason = _fused_reason(problem, facts, "sm90")
     if reason is not None:
         return reason
@@ -67,12 +65,19 @@ def _hopper_reason(problem: Problem, facts: DeviceFacts) -> str | None:
     return None
 
 
+def _stream_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if problem.M > STREAM_ROWS:
+        return f"for M of at most {STREAM_ROWS}, the call has {problem.M}"
+    reason = _hopper_reason(problem, facts)
+    if reason is not None:
+        return reason
+    need, have = _launch.stream_shared_bytes(problem), facts.shared_memory_optin
+    return None if need <= have else f"needs {need} bytes of shared memory for x, the device has {have}"
+
+
 def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    most = MOST_DECODE_ROWS
-    if _hopper_reason(problem, facts) is None:
-        most = DECODE_ROWS_SMALL if problem.N * problem.K <= SMALL_WEIGHT else DECODE_ROWS
-    if most < problem.M:
-        return f"for M of at most {most}, the call has {problem.M}"
+    if problem.M > MOST_DECODE_ROWS:
+        return f"for M of at most {MOST_DECODE_ROWS}, the call has {problem.M}"
     return _fused_reason(problem, facts, "sm80")
 
 
@@ -90,6 +95,7 @@ provider = Provider(
     name="kitchen-awq",
     kernels=(
         Kernel("dequantize_awq", "dequantize", _launch.dequantize, _supports_any, CUDA_PRIORITY, "awq"),
+        _linear("stream", partial(_launch.fused_linear, _launch.STREAM), _stream_supports, STREAM_PRIORITY),
         _linear("decode", partial(_launch.fused_linear, _launch.DECODE), _decode_supports, DECODE_PRIORITY),
         _linear("sm90", partial(_launch.fused_linear, _launch.HOPPER), _hopper_supports, HOPPER_PRIORITY),
         _linear("dequantized", _dequantized.linear, _supports_any, CUDA_PRIORITY),

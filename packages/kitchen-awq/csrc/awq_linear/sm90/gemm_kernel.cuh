@@ -1,29 +1,35 @@
 // The Hopper kernel of awq_linear: see awq_gemm.cu.
 //
-//   block      kRows = 128 weight rows x kTokens rows of x ("tokens") x one piece of K
-//   warp 8     feeds a ring of stages of 128 columns: packed codes, scales and zeros by bulk tensor copies, tokens as below
-//   warps 0-7  two warpgroups of 64 rows: codes from shared memory, decoded in registers, multiply as wgmma's A; tokens are its N side
-//   sums       fp32 in registers; over pieces of K through distributed shared memory, in the order of the cluster's blocks
+//   block      persistent: tiles of kRows weight rows x kTokens rows of x ("tokens"), or pieces of K of such tiles
+//   last warp  feeds a ring of stages of 128 columns, from piece to piece: codes, scales and zeros by bulk tensor copies, tokens by one
+//              copy of what lies together
+//   others     warpgroups of 64 rows: codes from shared memory, decoded in registers, multiply as wgmma's A; tokens are its N side
+//   sums       fp32 in registers, from there to the output
+//
+// Where tiles do not fill whole rounds of blocks, the last ones are cut into pieces of K of one length (schedule.cuh): a block leaves
+// the sums of a piece that does not begin its tile in the workspace, and the block that has the beginning adds them, in their order.
 //
 // Lane l of a warp owns rows g = l/4 and g + 8 of its 16, and of a stage's 128 columns 32t .. 32t+31 (t = l % 4): 16 bytes a row, four
 // words of eight codes, whose pairs (c, c + 4) are the operands of two wgmmas of 16 columns. Tokens must have the same order of
-// columns: pair_tokens makes a copy of x that has it, and tells the kernel to start meanwhile (a programmatic launch).
+// columns: pair_tokens makes a copy of x that has it, the image of each stage as it will lie in shared memory, and tells the kernel to
+// start meanwhile (a programmatic launch). An image is one copy: boxes of rows of 128 bytes took five cycles a row (H200, 2026-11-30).
 //
-// A group whose zero is tiny beside its scale decodes in fp32 (quant/awq_decode.h); a block that met one repeats its sums with the
-// exact decoder, which hardly ever happens.
+// A group whose zero is tiny beside its scale decodes in fp32 (quant/awq_decode.h); a warp that met one repeats its sums so, from
+// global memory, which hardly ever happens.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
+#include <cuda/atomic>
 
 #include "awq_linear/epilogue.cuh"
-#include "kitchen/gemm/decode_smallm.cuh"
+#include "awq_linear/sm90/schedule.cuh"
 #include "kitchen/gemm/gemm_sm90_tiles.cuh"
-#include "kitchen/ptx/fence.h"
+#include "kitchen/mma/m16n8k16_f16.h"
+#include "kitchen/ptx/bulk_copy.h"
 #include "kitchen/ptx/griddep.h"
 #include "kitchen/ptx/mbarrier.h"
-#include "kitchen/ptx/named_barrier.h"
 #include "kitchen/ptx/tma.h"
 #include "kitchen/ptx/wgmma_registers.h"
 #include "kitchen/quant/awq_decode.h"
@@ -31,19 +37,20 @@
 namespace kitchen::awq {
 
 constexpr int kStageColumns = 128, kBlocksOf32 = kStageColumns / 32;
-constexpr int kConsumerWarps = 8, kConsumerThreads = 32 * kConsumerWarps;
+constexpr int kMostWarps = 16;  // that consume
 constexpr int kMostGroups = 4;  // that a stage may touch, with groups of at least 32 columns
-constexpr int kSlabTokens = 64, kSumPad = 4;
 
-template <int kTokens_, int kStages_, int kBlocksPerSm_>
+template <int kTokens_, int kWarpgroups_, int kStages_, int kBlocksPerSm_>
 struct GemmConfig {
-  static constexpr int kTokens = kTokens_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
-  // One block an SM: a whole warpgroup with the producer, so that the others can have its registers.
-  static constexpr bool kMovesRegisters = kBlocksPerSm == 1;
+  static constexpr int kTokens = kTokens_, kWarpgroups = kWarpgroups_, kStages = kStages_, kBlocksPerSm = kBlocksPerSm_;
+  static constexpr int kConsumerWarps = 4 * kWarpgroups, kConsumerThreads = 32 * kConsumerWarps;
+  // Wide tiles: a whole warpgroup with the producer, so that the others can have its registers.
+  static constexpr bool kMovesRegisters = kBlocksPerSm == 1 && kTokens >= 128;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? 128 : 32);
-  static constexpr int kRows = 128;
-  static constexpr int kSlab = kTokens < kSlabTokens ? kTokens : kSlabTokens;  // tokens that leave the registers together
-  static constexpr int kSumPitch = kRows + kSumPad;
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 240 : 160;
+  static constexpr int kRows = 64 * kWarpgroups;
+  static constexpr int kSums = kTokens / 2;  // of a thread
+  static constexpr int kTokenBytes = kTokens * 2 * kStageColumns;  // of a stage
 };
 
 template <class Config>
@@ -53,89 +60,82 @@ struct GemmStage {
   uint16_t scale[kMostGroups][Config::kRows], zero[kMostGroups][Config::kRows];
 };
 
-// After the main loop the stages' place.
-template <class Config>
-struct GemmSums {
-  float slab[Config::kSlab][Config::kSumPitch];
-  int4 received[Config::kTokens * Config::kRows / 4];
-};
-
 template <class Config>
 struct GemmShared {
-  union {
-    GemmStage<Config> stages[Config::kStages];
-    GemmSums<Config> sums;
-  };
-  float bias[Config::kRows];
-  uint64_t full[Config::kStages], empty[Config::kStages], received;
+  GemmStage<Config> stages[Config::kStages];
+  uint64_t full[Config::kStages], empty[Config::kStages];
 };
 
 struct GemmParams {
-  CUtensorMap codes, tokens, scale, zero;  // tokens: paired
+  CUtensorMap codes, scale, zero;
   int M, N, K;
-  int tiles_m;              // of tokens
-  int splits, splits_log2;  // pieces of K, the blocks of a cluster
-  int stages_per_split;
+  Division division;
   int groups;               // rows of a box of scales
   uint32_t group_inverse;   // 2^32 / (g/32) + 1: exact division of k/32 while K < 2^19; 0 for groups of 32
   bool one_group;           // a stage lies in one group
+  const uint8_t* paired;    // [tiles of tokens][stages] images
+  // The exact decoder's way to the operands, and the meeting of pieces: [blocks][kRows * kTokens] sums, [blocks][kMostWarps] flags.
+  const uint8_t* codes_rows;
+  const uint16_t *scale_rows, *zero_rows;
+  float* pieces;
+  uint32_t* flags;
   EpilogueParams epilogue;
 };
 
-struct GemmTile {
-  int row, token, tokens, first_stage, stages;  // first weight row, first token, how many there are; of this piece
-  unsigned split;
-};
-
 template <class Config>
-__device__ __forceinline__ GemmTile tile_of(const GemmParams& p, unsigned block) {
-  GemmTile tile;
-  tile.split = block & (p.splits - 1);
-  const unsigned in_split = block >> p.splits_log2;
-  tile.token = static_cast<int>(in_split % p.tiles_m) * Config::kTokens;
-  tile.row = static_cast<int>(in_split / p.tiles_m) * Config::kRows;
-  tile.tokens = min(Config::kTokens, p.M - tile.token);
-  tile.first_stage = static_cast<int>(tile.split) * p.stages_per_split;
-  tile.stages = min(p.stages_per_split, (p.K + kStageColumns - 1) / kStageColumns - tile.first_stage);
-  return tile;
-}
+using Ring = gemm_sm90::RingPosition<Config::kStages>;
+template <class Config>
+using GemmSums = float[Config::kSums];
 
 __device__ __forceinline__ int group_of(const GemmParams& p, int blocks_of_32) {
   return p.group_inverse == 0 ? blocks_of_32 : static_cast<int>(__umulhi(static_cast<uint32_t>(blocks_of_32), p.group_inverse));
 }
 
-template <class Config>
-using Ring = gemm_sm90::RingPosition<Config::kStages>;
-
 // One thread. Weights of the first stages are on their way before it waits for the tokens.
 template <class Config>
-__device__ __forceinline__ void produce(GemmShared<Config>& shared, const GemmParams& p, const GemmTile& tile, Ring<Config>& at) {
+__device__ __forceinline__ void produce(GemmShared<Config>& shared, const GemmParams& p) {
   const uint32_t bytes = sizeof(GemmStage<Config>::tokens) + sizeof(GemmStage<Config>::codes) + 2u * p.groups * Config::kRows * 2;
-  const auto load_weights = [&](int i, const Ring<Config>& at) {
+  const auto load_weights = [&](const Piece& piece, int i, const Ring<Config>& at) {
     GemmStage<Config>& stage = shared.stages[at.stage];
     uint64_t* const full = &shared.full[at.stage];
-    const int k = (tile.first_stage + i) * kStageColumns, group = group_of(p, k / 32);
+    const int k = (piece.first + i) * kStageColumns, group = group_of(p, k / 32), row = piece.row * Config::kRows;
     ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
     ptx::mbarrier_arrive_expect(full, bytes);
-    ptx::tma_load(stage.codes, &p.codes, k / 2, tile.row, full);
-    ptx::tma_load(stage.scale, &p.scale, tile.row, group, full);
-    ptx::tma_load(stage.zero, &p.zero, tile.row, group, full);
+    ptx::tma_load(stage.codes, &p.codes, k / 2, row, full);
+    ptx::tma_load(stage.scale, &p.scale, row, group, full);
+    ptx::tma_load(stage.zero, &p.zero, row, group, full);
   };
-  const int ahead = min(Config::kStages, tile.stages);
-  Ring<Config> weights = at;
-  for (int i = 0; i < ahead; ++i, weights.advance()) load_weights(i, weights);
+  Pieces pieces(p.division, blockIdx.x, gridDim.x);
+  Piece piece;
+  if (!pieces.next(piece)) return;
+  Ring<Config> at, weights;
+  int ahead = min(Config::kStages, piece.count);
+  for (int i = 0; i < ahead; ++i, weights.advance()) load_weights(piece, i, weights);
   ptx::griddep_wait();
+  do {
 #pragma unroll 1
-  for (int i = 0; i < tile.stages; ++i, at.advance()) {
-    if (i >= ahead) load_weights(i, at);
-    GemmStage<Config>& stage = shared.stages[at.stage];
-    const int k = (tile.first_stage + i) * kStageColumns;
-    ptx::tma_load(stage.tokens[0], &p.tokens, k, tile.token, &shared.full[at.stage]);
-    ptx::tma_load(stage.tokens[1], &p.tokens, k + 64, tile.token, &shared.full[at.stage]);
-  }
+    for (int i = 0; i < piece.count; ++i, at.advance()) {
+      if (i >= ahead) load_weights(piece, i, at);
+      GemmStage<Config>& stage = shared.stages[at.stage];
+      const int64_t image = static_cast<int64_t>(piece.token) * p.division.stages + piece.first + i;
+      ptx::bulk_load(stage.tokens, p.paired + image * Config::kTokenBytes, Config::kTokenBytes, &shared.full[at.stage]);
+    }
+    ahead = 0;
+  } while (pieces.next(piece));
 }
 
-// Scale and zero of a lane's two rows.
+// The operands of the two wgmmas of a word: `low` of row g, `high` of row g + 8.
+template <class T, bool kExact>
+__device__ __forceinline__ void decode_words(uint32_t (&a)[2][4], const quant::AwqGroup<T, true>& low_group,
+                                             const quant::AwqGroup<T, true>& high_group, uint32_t low, uint32_t high) {
+  using P = quant::AwqPairs<T>;
+  a[0][0] = low_group.template apply<kExact>(P::template levels<0>(low)), a[0][1] = high_group.template apply<kExact>(P::template levels<0>(high));
+  a[0][2] = low_group.template apply<kExact>(P::template levels<1>(low)), a[0][3] = high_group.template apply<kExact>(P::template levels<1>(high));
+  a[1][0] = low_group.template apply<kExact>(P::template levels<2>(low)), a[1][1] = high_group.template apply<kExact>(P::template levels<2>(high));
+  a[1][2] = low_group.template apply<kExact>(P::template levels<3>(low)), a[1][3] = high_group.template apply<kExact>(P::template levels<3>(high));
+}
+
+// Scale and zero of a lane's two rows of a row block.
 template <class T>
 struct RowGroups {
   quant::AwqGroup<T, true> low, high;
@@ -150,19 +150,25 @@ struct RowGroups {
   }
 };
 
-// A warpgroup's sums over the block's piece of K. Answers whether a group needs the exact decoder.
-template <class Config, class T, bool kExact>
-__device__ __forceinline__ uint32_t accumulate(float (&sums)[Config::kTokens / 2], GemmShared<Config>& shared, const GemmParams& p,
-                                               const GemmTile& tile, Ring<Config>& at) {
-  using P = quant::AwqPairs<T>;
-  const int lane = static_cast<int>(threadIdx.x) % 32, row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4, t = lane % 4;
+__device__ __forceinline__ uint32_t word_of(const uint4& words, int w) {
+  return w == 0 ? words.x : w == 1 ? words.y : w == 2 ? words.z : words.w;
+}
+
+// First row of this warp in the tile.
+__device__ __forceinline__ int warp_row() { return static_cast<int>(threadIdx.x) / 32 * 16; }
+
+// A warpgroup's sums over a piece. Answers whether a group of this lane needs the exact decoder.
+template <class Config, class T>
+__device__ __forceinline__ uint32_t accumulate(GemmSums<Config>& sums, GemmShared<Config>& shared, const GemmParams& p, const Piece& piece,
+                                               Ring<Config>& at) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = warp_row() + lane / 4, t = lane % 4;
   uint32_t found = 0, a[2][2][4];
   RowGroups<T> groups;
   int previous = -1;
 #pragma unroll 1
-  for (int i = 0; i < tile.stages; ++i, at.advance()) {
+  for (int i = 0; i < piece.count; ++i, at.advance()) {
     const GemmStage<Config>& stage = shared.stages[at.stage];
-    const int first_32 = (tile.first_stage + i) * kBlocksOf32;
+    const int first_32 = (piece.first + i) * kBlocksOf32;
     const int group = p.one_group ? 0 : group_of(p, first_32 + t) - group_of(p, first_32);
     const uint8_t* const codes = stage.codes + row * 64 + 16 * t;
     // The same in all lanes, and known to be: descriptors are scalar operands.
@@ -172,17 +178,8 @@ __device__ __forceinline__ uint32_t accumulate(float (&sums)[Config::kTokens / 2
     found |= groups.load(stage, group, row);
 #pragma unroll
     for (int j = 0; j < kBlocksOf32; ++j) {
-      const uint32_t low_word = j == 0 ? low.x : j == 1 ? low.y : j == 2 ? low.z : low.w;
-      const uint32_t high_word = j == 0 ? high.x : j == 1 ? high.y : j == 2 ? high.z : high.w;
       uint32_t(&operand)[2][4] = a[j % 2];
-      operand[0][0] = groups.low.template apply<kExact>(P::template levels<0>(low_word));
-      operand[0][1] = groups.high.template apply<kExact>(P::template levels<0>(high_word));
-      operand[0][2] = groups.low.template apply<kExact>(P::template levels<1>(low_word));
-      operand[0][3] = groups.high.template apply<kExact>(P::template levels<1>(high_word));
-      operand[1][0] = groups.low.template apply<kExact>(P::template levels<2>(low_word));
-      operand[1][1] = groups.high.template apply<kExact>(P::template levels<2>(high_word));
-      operand[1][2] = groups.low.template apply<kExact>(P::template levels<3>(low_word));
-      operand[1][3] = groups.high.template apply<kExact>(P::template levels<3>(high_word));
+      decode_words<T, false>(operand, groups.low, groups.high, word_of(low, j), word_of(high, j));
       ptx::wgmma_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // 16 columns are 32 of the 128 bytes of a token's row
@@ -191,103 +188,129 @@ __device__ __forceinline__ uint32_t accumulate(float (&sums)[Config::kTokens / 2
         ptx::WgmmaRegisters<T, Config::kTokens>::mma(sums, operand[half], tokens);
       }
       ptx::wgmma_commit();
-      ptx::wgmma_wait<1>();  // the operands of the next 32 columns may be overwritten
-      if (j == 0 && previous >= 0 && lane == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
+      ptx::wgmma_wait<1>();  // the operands of the next word may be overwritten
+      if (j == 0 && previous >= 0) {
+        __syncwarp();  // all lanes have read what the stage before held
+        if (lane == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
+      }
     }
     previous = at.stage;
   }
   ptx::wgmma_wait<0>();
+  __syncwarp();
   if (previous >= 0 && lane == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
   return found;
 }
 
-// Tokens slab * kSlab .. of the sums, as rows of weight columns.
-template <class Config>
-__device__ __forceinline__ void store_slab(GemmSums<Config>& to, const float (&sums)[Config::kTokens / 2], int slab) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4;
+// The same sums of one warp, each weight decoded in fp32: operands from global memory, mma.sync.
+template <class Config, class T>
+__device__ __forceinline__ void accumulate_exactly(GemmSums<Config>& sums, const GemmParams& p, const Piece& piece) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int s = 0; s < Config::kTokens / Config::kSlab; ++s) {
-    if (s != slab) continue;
+  for (int i = 0; i < Config::kSums; ++i) sums[i] = 0.0f;
+  int64_t rows[2];
 #pragma unroll
-    for (int i = 0; i < Config::kSlab / 2; ++i) {
-      to.slab[8 * (i / 4) + 2 * (lane % 4) + i % 2][row + 8 * (i / 2 % 2)] = sums[s * (Config::kSlab / 2) + i];
+  for (int h = 0; h < 2; ++h) rows[h] = min(piece.row * Config::kRows + warp_row() + g + 8 * h, p.N - 1);
+#pragma unroll 1
+  for (int step = 0; step < piece.count * kBlocksOf32; ++step) {
+    const int stage = piece.first + step / kBlocksOf32, word = step % kBlocksOf32, k = stage * kStageColumns + 32 * t;
+    quant::AwqGroup<T, true> groups[2] = {};
+    uint32_t codes[2] = {0, 0};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (k >= p.K) continue;
+      const int64_t at = static_cast<int64_t>(group_of(p, k / 32)) * p.N + rows[h];
+      groups[h].set(p.scale_rows[at], p.zero_rows[at]);
+      codes[h] = *reinterpret_cast<const uint32_t*>(p.codes_rows + rows[h] * (p.K / 2) + k / 2 + 4 * word);
     }
-  }
-}
-
-template <class Config>
-__device__ __forceinline__ void store_quad(const GemmShared<Config>& shared, const GemmParams& p, const GemmTile& tile, int quad,
-                                           const float4& sum) {
-  const int token = tile.token + quad / (Config::kRows / 4), column = quad % (Config::kRows / 4) * 4, n = tile.row + column;
-  if (n >= p.N) return;
-  float y[4] = {sum.x, sum.y, sum.z, sum.w};
-  if (p.epilogue.bias != nullptr) {
+    uint32_t a[2][4];
+    decode_words<T, true>(a, groups[0], groups[1], codes[0], codes[1]);
+    const int64_t image = static_cast<int64_t>(piece.token) * p.division.stages + stage;
+    const uint8_t* const tokens = p.paired + image * Config::kTokenBytes + word / 2 * (Config::kTokens * 128) + g * 128 + 4 * t;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] += shared.bias[column + e];
-  }
-  finish_four(p.epilogue, static_cast<int64_t>(token) * p.N + n, n, p.N - n, y);
-}
-
-// The consumers: sums to the output, or to the block of the cluster that finishes them.
-template <class Config>
-__device__ __forceinline__ void finish(GemmShared<Config>& shared, const float (&sums)[Config::kTokens / 2], const GemmParams& p,
-                                       const GemmTile& tile) {
-  constexpr int kQuads = Config::kRows / 4;
-  gemm::decode::Problem problem = {};
-  problem.M = tile.tokens, problem.splits = p.splits, problem.splits_log2 = p.splits_log2;
-  const gemm::decode::Ownership<Config> ownership(problem);
-  const int slots = (ownership.count_of(0) + 7) / 8 * 8;  // of each sender
-#pragma unroll 1
-  for (int slab = 0; slab * Config::kSlab < tile.tokens; ++slab) {
-    if (slab > 0) ptx::named_barrier_sync<1, kConsumerThreads>();
-    store_slab(shared.sums, sums, slab);
-    ptx::named_barrier_sync<1, kConsumerThreads>();
-    const int tokens = min(Config::kSlab, tile.tokens - slab * Config::kSlab);
-#pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < tokens * kQuads; i += kConsumerThreads) {
-      const int quad = slab * Config::kSlab * kQuads + i;
-      const float4 sum = *reinterpret_cast<const float4*>(&shared.sums.slab[i / kQuads][i % kQuads * 4]);
-      if (p.splits == 1) {
-        store_quad(shared, p, tile, quad, sum);
-      } else {
-        ptx::store_async_16(shared.sums.received + tile.split * slots + ownership.slot_of(quad), &shared.received,
-                            ownership.owner_of(quad), reinterpret_cast<const int4&>(sum));
+    for (int j = 0; j < Config::kTokens / 8; ++j) {
+      float(&d)[4] = *reinterpret_cast<float(*)[4]>(&sums[4 * j]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int chunk = word % 2 * 4 + 2 * half;  // rows 8j + g: swizzled by g
+        mma::M16N8K16<T>::multiply(d, a[half], *reinterpret_cast<const uint32_t*>(tokens + j * 1024 + (chunk ^ g) * 16),
+                                   *reinterpret_cast<const uint32_t*>(tokens + j * 1024 + ((chunk + 1) ^ g) * 16));
       }
     }
   }
-  if (p.splits == 1) return;
-  ptx::receive_wait(&shared.received);
-  const int count = ownership.count_of(tile.split);
-#pragma unroll 1
-  for (int slot = static_cast<int>(threadIdx.x); slot < count; slot += kConsumerThreads) {
-    float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int s = 0; s < p.splits; ++s) {
-      const float4 part = reinterpret_cast<const float4&>(shared.sums.received[s * slots + slot]);
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
-    }
-    store_quad(shared, p, tile, ownership.quad_of(slot, tile.split), sum);
+}
+
+// Where a thread's sums of the piece of block `position` lie, 16 bytes at a time.
+template <class Config>
+__device__ __forceinline__ float4* piece_sums(const GemmParams& p, int position) {
+  return reinterpret_cast<float4*>(p.pieces + static_cast<int64_t>(position) * (Config::kRows * Config::kTokens)) + threadIdx.x;
+}
+
+using Flag = cuda::atomic_ref<uint32_t, cuda::thread_scope_device>;
+
+// Sums for the block that has the beginning of the tile.
+template <class Config>
+__device__ __forceinline__ void leave_sums(const GemmParams& p, const GemmSums<Config>& sums, int position) {
+  float4* const to = piece_sums<Config>(p, position);
+#pragma unroll
+  for (int i = 0; i < Config::kSums; i += 4) {
+    __stcg(to + i / 4 * Config::kConsumerThreads, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) Flag(p.flags[position * kMostWarps + threadIdx.x / 32]).store(1, cuda::memory_order_release);
+}
+
+// Adds what block `position` left, as soon as it is there. A thread finds the sums of its own rows and tokens.
+template <class Config>
+__device__ __forceinline__ void take_sums(const GemmParams& p, GemmSums<Config>& sums, int position) {
+  const Flag flag(p.flags[position * kMostWarps + threadIdx.x / 32]);
+  while (flag.load(cuda::memory_order_acquire) == 0) {
+  }
+  __syncwarp();
+  const float4* const from = piece_sums<Config>(p, position);
+#pragma unroll
+  for (int i = 0; i < Config::kSums; i += 4) {
+    const float4 other = __ldcg(from + i / 4 * Config::kConsumerThreads);
+    sums[i] += other.x, sums[i + 1] += other.y, sums[i + 2] += other.z, sums[i + 3] += other.w;
   }
 }
 
-// Barriers of the block, by one thread.
+// Four lanes with neighbouring rows, which hold the same four tokens each, turn them: a lane gets four rows of one token.
+__device__ __forceinline__ void turn(float (&y)[4], int lane) {
+  const bool odd = lane & 4, upper = lane & 8;
+  const float first = __shfl_xor_sync(0xffffffffu, upper ? y[0] : y[2], 8), second = __shfl_xor_sync(0xffffffffu, upper ? y[1] : y[3], 8);
+  // Tokens 2 * upper and the next, of rows with bit 1 clear and set.
+  const float low[2] = {upper ? first : y[0], upper ? second : y[1]}, high[2] = {upper ? y[2] : first, upper ? y[3] : second};
+  const float third = __shfl_xor_sync(0xffffffffu, odd ? low[0] : low[1], 4), fourth = __shfl_xor_sync(0xffffffffu, odd ? high[0] : high[1], 4);
+  y[0] = odd ? third : low[0], y[1] = odd ? low[1] : third;
+  y[2] = odd ? fourth : high[0], y[3] = odd ? high[1] : fourth;
+}
+
+// A warp's sums to the output.
 template <class Config>
-__device__ __forceinline__ void prepare(GemmShared<Config>& shared, const GemmParams& p, const GemmTile& tile) {
-  ptx::tma_prefetch_map(&p.codes);
-  ptx::tma_prefetch_map(&p.tokens);
-  ptx::tma_prefetch_map(&p.scale);
-  ptx::tma_prefetch_map(&p.zero);
-  for (int stage = 0; stage < Config::kStages; ++stage) {
-    ptx::mbarrier_init(&shared.full[stage], 1);
-    ptx::mbarrier_init(&shared.empty[stage], kConsumerWarps);
+__device__ __forceinline__ void finish(const GemmSums<Config>& sums, const GemmParams& p, const Piece& piece) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int n = piece.row * Config::kRows + warp_row() + 8 * half + lane / 16 * 4;
+    float bias[4] = {};
+    if (p.epilogue.bias != nullptr) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) bias[e] = load_as_float(p.epilogue.bias, min(n + e, p.N - 1), p.epilogue.bias_type);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kTokens / 8; i += 2) {
+      const int token = piece.token * Config::kTokens + 8 * i;
+      if (token >= p.M) continue;
+      float y[4] = {sums[4 * i + 2 * half], sums[4 * i + 2 * half + 1], sums[4 * i + 4 + 2 * half], sums[4 * i + 5 + 2 * half]};
+      turn(y, lane);
+      const int m = token + lane / 8 % 2 * 8 + 2 * (lane % 4) + lane / 4 % 2;
+      if (m >= p.M || n >= p.N) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) y[e] += bias[e];
+      finish_four(p.epilogue, static_cast<int64_t>(m) * p.N + n, n, p.N - n, y);
+    }
   }
-  if (p.splits > 1) {
-    gemm::decode::Problem problem = {};
-    problem.M = tile.tokens, problem.splits = p.splits, problem.splits_log2 = p.splits_log2;
-    ptx::receive_init(&shared.received);
-    ptx::receive_expect(&shared.received, gemm::decode::Ownership<Config>(problem).count_of(tile.split) * p.splits * sizeof(int4));
-  }
-  ptx::mbarrier_init_fence();
 }
 
 template <class Config, class T>
@@ -295,37 +318,41 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) awq_ge
   using Shared = GemmShared<Config>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-  const GemmTile tile = tile_of<Config>(p, blockIdx.x);
-  if (threadIdx.x == kConsumerThreads) prepare(shared, p, tile);
-  if (p.epilogue.bias != nullptr && threadIdx.x < Config::kRows) {
-    const int n = min(tile.row + static_cast<int>(threadIdx.x), p.N - 1);
-    shared.bias[threadIdx.x] = load_as_float(p.epilogue.bias, n, p.epilogue.bias_type);
+  if (threadIdx.x == Config::kConsumerThreads) {
+    ptx::tma_prefetch_map(&p.codes);
+    ptx::tma_prefetch_map(&p.scale);
+    ptx::tma_prefetch_map(&p.zero);
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(&shared.full[stage], 1);
+      ptx::mbarrier_init(&shared.empty[stage], Config::kConsumerWarps);
+    }
+    ptx::mbarrier_init_fence();
   }
   __syncthreads();
-
-  Ring<Config> at;
-  if (threadIdx.x >= kConsumerThreads) {
+  if (threadIdx.x >= Config::kConsumerThreads) {
     if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_shrink<24>();
-    const auto produce_all = [&] {
-      if (threadIdx.x == kConsumerThreads) produce(shared, p, tile, at);
-      __syncwarp();
-    };
-    produce_all();
-    if (__syncthreads_or(0)) produce_all();
-    if (p.splits > 1) ptx::cluster_sync_diverged();
+    if (threadIdx.x == Config::kConsumerThreads) produce(shared, p);
     return;
   }
-  if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_grow<240>();
-  float sums[Config::kTokens / 2] = {};
-  const uint32_t found = accumulate<Config, T, false>(sums, shared, p, tile, at);
-  if (__syncthreads_or(static_cast<int>(found))) {
-#pragma unroll
-    for (int i = 0; i < Config::kTokens / 2; ++i) sums[i] = 0.0f;
-    accumulate<Config, T, true>(sums, shared, p, tile, at);
+  if constexpr (Config::kMovesRegisters) ptx::setmaxnreg_grow<Config::kConsumerRegisters>();
+  ptx::griddep_wait();  // before the workspace is touched
+  ptx::griddep_launch();
+  Ring<Config> at;
+  Pieces pieces(p.division, blockIdx.x, gridDim.x);
+  Piece piece;
+#pragma unroll 1
+  while (pieces.next(piece)) {
+    GemmSums<Config> sums = {};
+    const uint32_t found = accumulate<Config, T>(sums, shared, p, piece, at);
+    if (__any_sync(0xffffffffu, found != 0)) accumulate_exactly<Config, T>(sums, p, piece);
+    if (piece.first > 0) {
+      leave_sums<Config>(p, sums, pieces.position);
+      continue;
+    }
+#pragma unroll 1
+    for (int other = pieces.position + 1; other <= piece.last_position; ++other) take_sums<Config>(p, sums, other);
+    finish<Config>(sums, p, piece);
   }
-  ptx::named_barrier_sync<1, kConsumerThreads>();  // no warp reads the stages any more
-  if (p.splits > 1) ptx::cluster_sync_diverged();   // nor does another block: it may be written to
-  finish(shared, sums, p, tile);
 }
 
 }  // namespace kitchen::awq

@@ -67,8 +67,8 @@ constexpr Variant variant() {
 constexpr Variant kVariants[] = {
     variant<true, 1, 1, 2, 4, 2, 3>(), variant<true, 1, 1, 4, 2, 2, 3>(),    // 32, 64 rows, up to 8 tokens
     variant<true, 2, 2, 2, 4, 2, 2>(),                                       // 64 rows, up to 16
-    variant<true, 8, 2, 2, 4, 2, 1>(),                                       // 64 rows, up to 64
-    variant<false, 1, 1, 2, 4, 2, 2>(), variant<false, 8, 1, 2, 4, 1, 1>(),  // 32 rows, up to 8 and 64: any groups and scales
+    variant<true, 8, 2, 4, 2, 1, 1>(),                                       // 128 rows, up to 64
+    variant<false, 1, 1, 2, 4, 2, 2>(), variant<false, 8, 1, 4, 2, 1, 1>(),  // 32 and 64 rows, up to 8 and 64: any groups and scales
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
@@ -157,7 +157,7 @@ LinearPlan choose_decode_plan(const LinearParams& q, const LinearDevice& device)
   for (int i = 0; i < kVariantCount; ++i) {
     const Variant& v = kVariants[i];
     if (is_packed(q) != v.packed) continue;
-    if (v.token_blocks != 1 && q.M <= 4 * v.token_blocks && (v.packed || q.M <= 8)) continue;  // made for more tokens
+    if (v.token_blocks > 1 && q.M <= (v.token_blocks > 2 && v.packed ? 16 : 8)) continue;  // made for more tokens
     for (int splits = 1; splits <= 8; splits *= 2) {
       const LinearPlan plan = {i, splits};
       if (decode_plan_rejected(q, plan, device) != nullptr) continue;
@@ -176,8 +176,6 @@ std::string describe_decode(const LinearParams& q, const LinearPlan& plan) {
          " warps along K, K in " + std::to_string(plan.splits) + " pieces, " +
          std::to_string(ceil_div(q.N, v.rows) * plan.splits) + " blocks, " + (v.packed ? "packed" : "fp32") + " decoder";
 }
-
-int64_t decode_workspace(const LinearParams&) { return 0; }
 
 void awq_decode(const LinearParams& q, void*, const LinearPlan* forced, int device, cudaStream_t stream) {
   if (q.M == 0) return;
