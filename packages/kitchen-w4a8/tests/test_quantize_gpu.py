@@ -79,6 +79,17 @@ def test_every_rotation(k, rotation):
         check(weights(6, k, torch.float16), bits=bits, convrot_groupsize=rotation)
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize(("k", "group"), [(128, 64), (192, 32), (384, 128), (640, 64), (1152, 128)])
+def test_rows_that_end_within_a_warp(k, group, scale_dtype):
+    """Lanes beyond the row's last unit have no word in the row's scale: many rows, since few would show it."""
+    for bits, levels in ((4, "codebook"), (4, "uniform"), (4, "asymmetric"), (6, "codebook")):
+        check(
+            weights(200, k, torch.float32, seed=5), bits=bits, levels=levels, group_size=group, convrot_groupsize=0,
+            scale_dtype=scale_dtype, scale_search=False,
+        )  # fmt: skip
+
+
 def test_codebooks_that_do_not_ascend():
     table = torch.randn(16, generator=torch.Generator().manual_seed(1))
     table[3] = table[9]

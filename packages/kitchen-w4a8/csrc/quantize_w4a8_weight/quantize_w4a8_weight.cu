@@ -391,10 +391,11 @@ __global__ void __launch_bounds__(kMostThreads, 2) quantize_weight(const __grid_
     read_unit(w, row, unit);
     if constexpr (kLevels == Levels::kAsymmetric) {
       __syncwarp();  // all have read
-      most = fmaxf(most, fit_asymmetric<kSub>(groups, p, n, unit, own < units, w, scales));
-      if (own < units) write_unit(row, unit, w);
+      const float of_unit = fit_asymmetric<kSub>(groups, p, n, unit, own < units, w, scales);
+      if (own < units) most = fmaxf(most, of_unit), write_unit(row, unit, w);
     } else {
-      most = fmaxf(most, fit_scales<kLevels, kSub>(grid, groups, w, scales));
+      const float of_unit = fit_scales<kLevels, kSub>(grid, groups, w, scales);
+      if (own < units) most = fmaxf(most, of_unit);  // groups beyond the last are no groups of the row
     }
     if (own < units && groups.leads()) {
 #pragma unroll
