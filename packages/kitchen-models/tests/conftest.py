@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import kitchen_models as km
 import kitchen_models.commands as commands
+from kitchen_core import installed_formats
 
 torch.set_num_threads(1)  # the layers are small: more threads only wait for each other
 
@@ -70,6 +72,20 @@ def model():
     return Model().eval()
 
 
+@pytest.fixture(params=sorted(installed_formats()))
+def quantized(request, model):
+    """The model in each format."""
+    km.quantize_(model, request.param)
+    return model
+
+
+@pytest.fixture
+def int8(model):
+    """The model in int8."""
+    km.quantize_(model, "int8")
+    return model
+
+
 @pytest.fixture
 def source(tmp_path, model):
     """The model's weights as a float32 file."""
@@ -103,6 +119,7 @@ def kitchen():
             commands.inspect_command,
             commands.quantize_command,
             commands.verify_command,
+            commands.report_command,
             commands.demo_command,
         ):
             add(subparsers)

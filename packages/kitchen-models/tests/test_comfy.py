@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -209,6 +212,38 @@ def test_custom_node_folder_registers_on_import(ck):
     spec.loader.exec_module(module)
     assert module.NODE_CLASS_MAPPINGS == {}
     assert ck.registry._priority[0] == comfy.BACKEND
+
+
+def test_a_copied_node_folder_is_imported_as_comfyui_does(ck, tmp_path):
+    """ComfyUI puts the folder's path in the module's name and executes it as a package, outside of ours."""
+    folder = tmp_path / "custom_nodes" / "kitchen"
+    shutil.copytree(Path(comfy.__file__).parent / "comfyui_node", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    ck.registry.set_priority([name for name in ck.registry._priority if name != comfy.BACKEND])
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    assert module.NODE_CLASS_MAPPINGS == module.NODE_DISPLAY_NAME_MAPPINGS == {}
+    assert ck.registry._priority[0] == comfy.BACKEND
+
+
+def test_the_entry_point_of_sglang_registers(ck):
+    """What SGLang does with each entry of its group in a worker: load it, call it."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (target,) = project["entry-points"]["sglang.multimodal_gen.plugins"].values()
+    ck.registry.set_priority([name for name in ck.registry._priority if name != comfy.BACKEND])
+    plugin = EntryPoint("kitchen", target, "sglang.multimodal_gen.plugins").load()
+    plugin()
+    plugin()
+    assert ck.registry._priority[0] == comfy.BACKEND
+    assert ck.registry._priority.count(comfy.BACKEND) == 1
+    for name in ("int8_linear", "w4a8_int8_linear"):  # the two that SGLang's layers call
+        assert name in ck.registry.list_backends()[comfy.BACKEND]["capabilities"]
 
 
 def test_a_second_registration_replaces_the_first_and_last_place_can_be_asked_for(ck):

@@ -10,6 +10,7 @@ import torch
 import kitchen_core
 from kitchen_core import QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
+from kitchen_core.testing import same_state
 from kitchen_models import inspect_file, quantize_
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed here")
@@ -62,13 +63,6 @@ def layers_of(model) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def same_state(a, b) -> bool:
-    a, b = a.state_dict(), b.state_dict()
-    return list(a) == list(b) and all(
-        a[k].dtype == b[k].dtype and torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a
-    )
-
-
 @pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
 def test_quantize_while_loading_save_and_load_again(adapter, folder, inputs, tmp_path, format):
     model = load(folder, quantization_config=adapter.KitchenConfig(format))
@@ -76,12 +70,12 @@ def test_quantize_while_loading_save_and_load_again(adapter, folder, inputs, tmp
     by_hand = load(folder)
     report = quantize_(by_hand, format)
     assert {d.layer for d in report.quantized} == set(layers_of(model))
-    assert same_state(model, by_hand)  # the same bits as quantizing the loaded model
+    assert same_state(model.state_dict(), by_hand.state_dict())  # the same bits as quantizing the loaded model
     y = run(model, inputs)
     assert torch.equal(y, run(by_hand, inputs))
     model.save_pretrained(tmp_path)
     again = load(tmp_path)
-    assert same_state(again, model)
+    assert same_state(again.state_dict(), model.state_dict())
     assert torch.equal(run(again, inputs), y)
     dtypes = {tensor.dtype for layer in layers_of(again).values() for tensor in layer.inner().values()}
     assert (torch.float32 in dtypes) == (format in ("int8", "w4a8"))  # fp32 scales stay fp32
@@ -92,7 +86,7 @@ def test_sharded_folder_and_our_own_reader(adapter, folder, inputs, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again = load(tmp_path)
-    assert same_state(again, model)
+    assert same_state(again.state_dict(), model.state_dict())
     report = inspect_file(next(tmp_path.glob("*.index.json")))
     assert {layer["name"] for layer in report["layers"] if layer["quantized"]} == set(layers_of(model))
 
@@ -149,3 +143,43 @@ def test_config_survives_its_own_json(adapter):
     config = adapter.KitchenConfig({"*.attn.*": ("w4a8", {"group_size": 32})}, format="int8")
     again = adapter.KitchenConfig.from_dict(config.to_dict())
     assert again.as_rules() == config.as_rules()
+
+
+@pytest.mark.parametrize("format", ["int8", "svdquant"])
+def test_fuse_lora_and_unfuse_restore_every_bit(adapter, folder, inputs, format):
+    peft = pytest.importorskip("peft", reason="peft is not installed here")
+    model = load(folder, quantization_config=adapter.KitchenConfig(format))
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False))
+    before, beside = copy.deepcopy(model.state_dict()), run(model, inputs)
+    model.fuse_lora()
+    fused = run(model, inputs)
+    assert not torch.equal(fused, beside)
+    truth = beside.double()
+    model.unfuse_lora()
+    assert torch.equal(run(model, inputs), beside)
+    after = model.state_dict()
+    assert all(torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)) for key, tensor in before.items())
+    model.disable_adapters()
+    without = run(model, inputs).double()
+    assert (fused.double() - truth).norm() < (without - truth).norm(), (
+        "what was fused is the LoRA, up to the format's rounding"
+    )
+
+
+def test_a_pickle_is_refused(adapter, folder, tmp_path):
+    model = load(folder, quantization_config=adapter.KitchenConfig("int8"))
+    with pytest.raises(UnsupportedError, match="safetensors alone"):
+        model.save_pretrained(tmp_path, safe_serialization=False)
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_a_dequantized_model_is_a_plain_one(adapter, folder, inputs, tmp_path):
+    model = load(folder, quantization_config=adapter.KitchenConfig("int8")).dequantize()
+    y = run(model, inputs)
+    assert "quantization_config" not in model.config
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert not layers_of(again)
+    assert "quantization_config" not in again.config
+    assert torch.equal(run(again, inputs), y)
+    assert inspect_file(next(tmp_path.glob("*.safetensors")))["totals"][0]["quantized"] is False

@@ -181,6 +181,20 @@ def test_command_with_options_and_json(source, tmp_path, kitchen, capsys):
         kitchen("quantize", source, target)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_default_device_and_dtype_of_the_process_do_not_matter(name, source, tmp_path):
+    km.quantize_file(source, tmp_path / "a.safetensors", format=name)
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            km.quantize_file(source, tmp_path / "b.safetensors", format=name)
+            report = km.write_report(source, tmp_path / "b.safetensors", tmp_path / "report")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert 0 < report.verification.worst < 0.5
+
+
 # ------------------------------------------------------------------------------------------------- slices of rows
 
 

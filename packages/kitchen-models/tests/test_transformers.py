@@ -11,6 +11,7 @@ import torch
 import kitchen_core
 from kitchen_core import QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
+from kitchen_core.testing import same_state
 from kitchen_models import inspect_file, quantize_, quantize_file
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed here")
@@ -70,13 +71,6 @@ def layers_of(model) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def same_state(a, b) -> bool:
-    a, b = a.state_dict(), b.state_dict()
-    return list(a) == list(b) and all(
-        a[k].dtype == b[k].dtype and torch.equal(a[k].view(torch.uint8), b[k].view(torch.uint8)) for k in a
-    )
-
-
 @pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
 def test_quantize_while_loading_save_and_load_again(adapter, folder, ids, tmp_path, format):
     model = load(folder, quantization_config=adapter.KitchenConfig(format))
@@ -84,14 +78,14 @@ def test_quantize_while_loading_save_and_load_again(adapter, folder, ids, tmp_pa
     report = quantize_(by_hand, format)
     assert {d.layer for d in report.quantized} == set(layers_of(model))
     assert len(layers_of(model)) == LAYERS
-    assert same_state(model, by_hand)  # the same bits as quantizing the loaded model
+    assert same_state(model.state_dict(), by_hand.state_dict())  # the same bits as quantizing the loaded model
     y = run(model, ids)
     assert torch.equal(y, run(by_hand, ids))
     assert not any(p.requires_grad for layer in layers_of(model).values() for p in layer.parameters())
     model.save_pretrained(tmp_path)
     again, info = load(tmp_path, output_loading_info=True)
     assert not any(info.values()), info  # nothing missing, left over or of another shape
-    assert same_state(again, model)
+    assert same_state(again.state_dict(), model.state_dict())
     assert torch.equal(run(again, ids), y)
     assert not any(p.requires_grad for layer in layers_of(again).values() for p in layer.parameters())
     dtypes = {tensor.dtype for layer in layers_of(again).values() for tensor in layer.inner().values()}
@@ -108,7 +102,7 @@ def test_sharded_folder_and_our_own_reader(adapter, folder, ids, tmp_path):
     model = load(folder, quantization_config=adapter.KitchenConfig(rules))
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert same_state(load(tmp_path), model)
+    assert same_state(load(tmp_path).state_dict(), model.state_dict())
     report = inspect_file(next(tmp_path.glob("*.index.json")))
     assert {layer["name"] for layer in report["layers"] if layer["quantized"]} == set(layers_of(model))
 
@@ -152,10 +146,10 @@ def test_base_model_from_the_folder_of_a_whole_one(adapter, folder, ids, tmp_pat
     model = load(folder, quantization_config=adapter.KitchenConfig("int8"))
     model.save_pretrained(tmp_path)
     base = transformers.AutoModel.from_pretrained(tmp_path, dtype=BF16)
-    assert same_state(base, model.model)
+    assert same_state(base.state_dict(), model.model.state_dict())
     base.save_pretrained(tmp_path / "base")
     again = transformers.AutoModel.from_pretrained(tmp_path / "base", dtype=BF16)
-    assert same_state(again, base)
+    assert same_state(again.state_dict(), base.state_dict())
 
 
 def test_file_of_kitchen_quantize(adapter, folders, ids, tmp_path):
@@ -165,9 +159,9 @@ def test_file_of_kitchen_quantize(adapter, folders, ids, tmp_path):
     model = load(tmp_path, quantization_config=adapter.KitchenConfig())
     by_hand = load(folder)
     quantize_(by_hand, "int8")
-    assert same_state(model, by_hand)
+    assert same_state(model.state_dict(), by_hand.state_dict())
     model.save_pretrained(tmp_path / "again")
-    assert same_state(load(tmp_path / "again"), by_hand)
+    assert same_state(load(tmp_path / "again").state_dict(), by_hand.state_dict())
     with pytest.raises(FormatError, match="holds quantized layers already"):
         load(tmp_path, quantization_config=adapter.KitchenConfig("int8"))
 
@@ -320,7 +314,7 @@ def test_markers_in_the_header_alone(adapter, folders, tmp_path):
     save_file(state, file, metadata=read_header(file)[1])
     again, info = load(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
-    assert same_state(again, model)
+    assert same_state(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("rules", ["int8", {"*.up_proj": "int8"}])
@@ -346,9 +340,9 @@ def test_weights_that_transformers_splits(adapter, folders, tmp_path, monkeypatc
     rewrite(folders["qwen3"], tmp_path, fuse)
     monkeypatch.setattr(conversion_mapping, "get_checkpoint_conversion_mapping", mapping)
     model = load(tmp_path, quantization_config=adapter.KitchenConfig(rules))
-    assert same_state(model, by_hand)
+    assert same_state(model.state_dict(), by_hand.state_dict())
     model.save_pretrained(tmp_path / "again")
-    assert same_state(load(tmp_path / "again"), model)
+    assert same_state(load(tmp_path / "again").state_dict(), model.state_dict())
     quantize_file(tmp_path / "model.safetensors", tmp_path / "again" / "model.safetensors", "int8")
     with pytest.raises(FormatError, match=r"gate_up_proj.*splits or joins"):
         load(tmp_path / "again")
@@ -364,7 +358,7 @@ def test_fused_experts_stay_as_they_are(adapter, ids, tmp_path):
     assert set(layers_of(model)) == {f"model.layers.{i}.self_attn.{n}_proj" for i in range(2) for n in "qkvo"}
     model.save_pretrained(tmp_path / "again")
     again = load(tmp_path / "again")
-    assert same_state(again, model)
+    assert same_state(again.state_dict(), model.state_dict())
     assert torch.equal(run(again, ids), run(model, ids))
 
 
@@ -372,3 +366,41 @@ def test_config_survives_its_own_json(adapter):
     config = adapter.KitchenConfig({"*.attn.*": ("w4a8", {"group_size": 32})}, format="int8")
     again = adapter.KitchenConfig.from_dict(json.loads(config.to_json_string()))
     assert again.as_rules() == config.as_rules()
+
+
+def test_an_autoawq_folder_becomes_one_that_loads(adapter, folders, ids, tmp_path):
+    """The whole way of a user: a checkpoint of another toolkit, converted, loaded by name, run."""
+    from safetensors.torch import load_file, save_file
+
+    from kitchen_core.layouts import autoawq
+    from kitchen_core.packing import pack_nibbles
+    from kitchen_models import convert_file
+
+    state, dense = load_file(folders["llama"] / "model.safetensors"), load(folders["llama"])
+    source, target = tmp_path / "awq", tmp_path / "kitchen"
+    source.mkdir()
+    target.mkdir()
+    for name, module in list(dense.named_modules()):
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        weight = state.pop(f"{name}.weight").float()
+        groups = weight.unflatten(1, (-1, 64))
+        scale = ((groups.amax(2) - groups.amin(2)) / 15).half()
+        zero = (-groups.amin(2) / scale.float()).round().clamp(0, 15)
+        codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15).flatten(1).to(torch.int8)
+        zeros = ((8 - zero) * scale.float()).half()
+        canonical = autoawq.Canonical(pack_nibbles(codes), scale.t().contiguous(), zeros.t().contiguous())
+        state |= {f"{name}.{key}": tensor for key, tensor in autoawq.pack_gemm(canonical)._asdict().items()}
+        decoded = (codes.unflatten(1, (-1, 64)).float() - zero[..., None]) * scale.float()[..., None]
+        module.weight.data = decoded.flatten(1).to(BF16)
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((folders["llama"] / "config.json").read_text())
+    method = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    report = convert_file(source / "model.safetensors", target / "model.safetensors")
+    assert report.by_format() == {"awq_w4a16": LAYERS}
+    model = load(target)
+    assert len(layers_of(model)) == LAYERS
+    y, truth = run(model, ids).double(), run(dense, ids).double()
+    plain = run(load(folders["llama"]), ids).double()
+    assert (y - truth).norm() < 0.1 * (plain - truth).norm(), "what is left is the rounding of zeros and activations"

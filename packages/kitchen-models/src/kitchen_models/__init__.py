@@ -14,6 +14,7 @@ _HOMES = {
     "Checkpoint": "files",
     "Rules": "rules",
     "calibrate": "calibrations",
+    "convert_file": "convert",
     "inspect_file": "inspect",
     "load": "checkpoint",
     "load_calibration": "calibrations",
@@ -23,6 +24,7 @@ _HOMES = {
     "save": "checkpoint",
     "save_calibration": "calibrations",
     "verify_files": "verify",
+    "write_report": "report",
 }
 
 __all__ = sorted(_HOMES)

@@ -16,9 +16,7 @@ from kitchen_core.formats import read_marker
 
 from .dialect import (
     MARKER,
-    StoredLayer,
     config_of,
-    find_layers,
     header_metadata,
     marker_bytes,
     naming,
@@ -26,6 +24,8 @@ from .dialect import (
     refuse_unmarked,
 )
 from .files import Checkpoint, printable
+from .foreign import ForeignLayer
+from .recognise import AnyLayer, find_all_layers
 from .rules import config_as_json
 from .writer import Planned, writing
 
@@ -44,12 +44,13 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu", dtype
     """Read a checkpoint: quantized layers by their names as QuantizedLinear, all other tensors by their keys.
 
     ``dtype`` is the float dtype that quantized layers stand for; where None, the one in the file's recipe, else that of
-    the layer's bias, else bfloat16. Tensors on the CPU share the file's memory map.
+    the layer's bias, else bfloat16. Tensors on the CPU share the file's memory map. Layers that nunchaku, AutoAWQ, GPTQ or
+    compressed-tensors stored are read too; what their files do not say is taken as ``kitchen convert`` does without options.
     Raises FormatError for a bad file or a layer that does not fit its format, PluginError for a format whose package is
     missing; the layer is named.
     """
     checkpoint = Checkpoint.open(path)
-    stored = find_layers(checkpoint)
+    stored = find_all_layers(checkpoint)
     refuse_unmarked(checkpoint, stored)
     for layer in stored.values():
         layer.resolve()  # everything that the headers can tell is said before a tensor is read
@@ -60,17 +61,19 @@ def load(path: str | os.PathLike[str], device: str | torch.device = "cpu", dtype
         loaded[name], keys = load_layer(checkpoint, layer, device, dtype or dtypes.get(name))
         taken |= keys
     for info in checkpoint.in_file_order():
-        if info.name not in taken:
+        if info.name not in taken and info.name.rpartition(".")[2] != MARKER:  # an empty marker beside a float weight
             loaded[info.name] = checkpoint.read(info.name).to(device)
     checkpoint.close()
     return loaded
 
 
 def load_layer(
-    checkpoint: Checkpoint, layer: StoredLayer, device: str | torch.device, dtype: torch.dtype | None
+    checkpoint: Checkpoint, layer: AnyLayer, device: str | torch.device, dtype: torch.dtype | None
 ) -> tuple[QuantizedLinear, set[str]]:
     """(one quantized layer, the keys it took). Raises FormatError or PluginError, naming the layer, as ``load`` does."""
-    format, _, _ = layer.resolve()
+    format, config, _ = layer.resolve()
+    if isinstance(layer, ForeignLayer):
+        return _load_foreign(checkpoint, layer, device, dtype), {layer.prefix + rest for rest in layer.tensors}
     known = {key for spec in format.tensors for key in (spec.key, *spec.aliases)} & set(layer.tensors)
     state = {layer.prefix + rest: checkpoint.read(layer.prefix + rest).to(device) for rest in sorted(known)}
     bias = checkpoint.read(layer.prefix + "bias").to(device) if "bias" in layer.tensors else None
@@ -80,6 +83,19 @@ def load_layer(
         _check_bias(bias, format.shape(tensors, config)[0])
         made = QuantizedLinear(tensors, format, config, bias, dtype or (torch.bfloat16 if bias is None else bias.dtype))
     return made, {layer.prefix + rest for rest in (*known, MARKER, "bias")}
+
+
+def _load_foreign(
+    checkpoint: Checkpoint, layer: ForeignLayer, device: str | torch.device, dtype: torch.dtype | None
+) -> QuantizedLinear:
+    format, config, _ = layer.resolve()
+    tensors, bias = layer.unpack(checkpoint)
+    with naming(layer.name):
+        _check_bias(bias, format.shape(tensors, config)[0])
+        halves = [t.dtype for t in tensors.values() if t.dtype in (torch.float16, torch.bfloat16)]
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        stands_for = dtype or (halves[0] if halves else torch.bfloat16)
+        return QuantizedLinear(tensors, format, config, None if bias is None else bias.to(device), stands_for)
 
 
 def _check_bias(bias: torch.Tensor | None, out_features: int) -> None:
@@ -212,6 +228,10 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
 
     if isinstance(source, nn.Module):
         for name, module in source.named_modules(remove_duplicate=False):
+            if "_kitchen_loras" in module.__dict__:
+                raise FormatError(
+                    f"layer {name!r} has a LoRA attached, which no checkpoint holds; remove it or merge it first"
+                )
             if isinstance(module, QuantizedLinear):
                 add_layer(name, module.format, module.config, module.compute_dtype)
         source = source.state_dict()

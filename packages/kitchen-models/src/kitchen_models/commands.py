@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 
 def inspect_command(subparsers: argparse._SubParsersAction) -> None:
@@ -61,6 +62,7 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="list every layer, its rule and the reason; write nothing"
     )
+    parser.add_argument("--report", metavar="DIR", help="then compare, and write pictures and report.html to DIR")
     parser.add_argument("--json", action="store_true", help="machine-readable report")
     parser.set_defaults(func=_quantize)
 
@@ -83,6 +85,12 @@ def _quantize(options: argparse.Namespace) -> int:
         report = quantize_file(
             options.input, options.output, rules, options.format, given, options.dry_run, progress, options.calibration
         )  # fmt: skip
+    if report.rank > 0:  # of several processes, one speaks
+        return 0
+    if options.report and not options.dry_run:
+        from .report import write_report
+
+        write_report(options.input, options.output, options.report, options.calibration)
     if options.json:
         print(json.dumps({**report.as_json(), "dry_run": options.dry_run, "summary": report.summary()}, indent=2))
         return 0
@@ -90,7 +98,8 @@ def _quantize(options: argparse.Namespace) -> int:
         print_table(
             ["layer", "shape", "dtype", "format", "config", "rule", "reason"], [shown(d) for d in report.decisions]
         )
-    ending = "dry run: nothing was written" if options.dry_run else f"{report.seconds:.1f} s: {options.output}"
+    speed = f"{report.seconds:.1f} s ({report.bytes_before / max(report.seconds, 1e-9) / 1e6:.0f} MB/s)"
+    ending = "dry run: nothing was written" if options.dry_run else f"{speed}: {options.output}"
     print(f"{report.summary()}; {ending}")
     return 0
 
@@ -111,8 +120,6 @@ def verify_command(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    import sys
-
     from . import verify
 
     result = verify.verify_files(options.original, options.quantized)
@@ -126,6 +133,30 @@ def _verify(options: argparse.Namespace) -> int:
     if over:
         print(f"kitchen verify: {len(over)} layers exceed --max-error {options.max_error:g}", file=sys.stderr)
     return 1 if over or result.missing else 0
+
+
+def report_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen report``."""
+    parser = subparsers.add_parser(
+        "report", help="errors, distributions and bytes of a quantized checkpoint, as pictures and one HTML page",
+        description="Compare a quantized checkpoint with its original and write error.png, weights.png, outliers.png, "
+        "bytes.png, report.json and report.html, which holds all of it, to DIR.",
+    )  # fmt: skip
+    parser.add_argument("original", metavar="A", help="the checkpoint before quantization")
+    parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="where to write; made where it is missing")
+    parser.add_argument("--calibration", metavar="FILE", help="adds the error of the layers' outputs on such inputs")
+    parser.set_defaults(func=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    import os
+
+    from .report import write_report
+
+    made = write_report(options.original, options.quantized, options.folder, options.calibration)
+    print(f"{made.summary()}: {os.path.join(options.folder, 'report.html')}")
+    return 0
 
 
 def demo_command(subparsers: argparse._SubParsersAction) -> None:
@@ -150,3 +181,75 @@ def _demo(options: argparse.Namespace) -> int:
     else:
         demo.render(report)
     return 0 if report["passed"] else 1
+
+
+def convert_command(subparsers: argparse._SubParsersAction) -> None:
+    """Add ``kitchen convert``."""
+    parser = subparsers.add_parser(
+        "convert", help="a quantized checkpoint of one toolkit in the form of another",
+        description="Codes and scales are put into another order under other names; nothing is quantized again. What the "
+        "target cannot hold is refused with the layer's name. OUT appears complete or not at all; a killed run goes on when "
+        "started again. Forms that are read: comfy, nunchaku, AutoAWQ, GPTQ, compressed-tensors.",
+    )  # fmt: skip
+    parser.add_argument(
+        "input", metavar="IN", help="a .safetensors file, or the .safetensors.index.json of a sharded one"
+    )
+    parser.add_argument("output", metavar="OUT", help="a .safetensors file, or a .safetensors.index.json for shards")
+    parser.add_argument(
+        "--to", required=True, metavar="DIALECT",
+        help="comfy, comfy-quants, nunchaku, nunchaku-v1, autoawq, autoawq-gemv, autoawq-gemv-fast, gptq, gptq_v2, "
+        "compressed-tensors",
+    )  # fmt: skip
+    parser.add_argument(
+        "--from", dest="dialect", metavar="DIALECT",
+        help="what IN is, where its keys and config do not say: comfy, nunchaku, autoawq, gptq, gptq_v2, compressed-tensors",
+    )  # fmt: skip
+    parser.add_argument(
+        "--unsigned", action="append", metavar="PATTERN",
+        help="nunchaku layers that run on shifted activations; replaces the list of known names ('' for none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--adaln", action="append", default=[], metavar="PATTERN=PARTS",
+        help="nunchaku modulations whose outputs are interleaved in so many parts, 0 for none; asked before the known names",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="of OUT's shards: bytes, or 500MB, 5GB, 4GiB"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, write nothing")
+    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    parser.set_defaults(func=_convert)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from kitchen_core.errors import UnsupportedError
+
+    from .console import parse_size, progress_bar
+    from .convert import convert_file
+    from .foreign import Hints
+
+    parts = {}
+    for text in options.adaln:
+        pattern, _, number = text.rpartition("=")
+        if not pattern or number not in ("0", "3", "6"):
+            raise UnsupportedError(f"--adaln takes PATTERN=PARTS with 0, 3 or 6 parts, got {text!r}")
+        parts[pattern] = int(number)
+    unsigned = None if options.unsigned is None else tuple(text for text in options.unsigned if text)
+    try:
+        with progress_bar() as progress:
+            report = convert_file(
+                options.input, options.output, options.to, Hints(options.dialect, unsigned, parts),
+                parse_size(options.shard_size), options.dry_run, progress,
+            )  # fmt: skip
+    except KeyboardInterrupt:
+        print("kitchen convert: interrupted; the same command goes on where this one was", file=sys.stderr)
+        return 130
+    if options.json:
+        print(json.dumps({**report.as_json(), "dry_run": options.dry_run, "summary": report.summary()}, indent=2))
+        return 0
+    ending = "dry run: nothing was written" if options.dry_run else f"{report.seconds:.1f} s: {options.output}"
+    print(f"{report.summary()}; {ending}")
+    if report.config_file:
+        print(f"{report.config_file}: the source's, with the new quantization_config")
+    elif report.config is not None:
+        print(f"for the model's config.json: {json.dumps({'quantization_config': report.config})}")
+    return 0

@@ -40,6 +40,20 @@ def size(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
+def parse_size(text: str) -> int:
+    """Bytes of "500MB", "5GB", "4GiB" or a number. Raises UnsupportedError for anything else."""
+    from kitchen_core.errors import UnsupportedError
+
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    digits = text.rstrip("BbKkMmGgIi ")
+    unit = text[len(digits) :].strip().upper()
+    if unit not in units or not digits.replace(".", "", 1).isdecimal():
+        raise UnsupportedError(
+            f"a size is a number of bytes, or a number with KB, MB, GB, KiB, MiB or GiB, got {text!r}"
+        )
+    return int(float(digits) * units[unit])
+
+
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
     """A function (what, bytes done, bytes in all) that moves a bar on stderr; None where stderr is no terminal."""

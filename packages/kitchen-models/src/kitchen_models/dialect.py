@@ -122,10 +122,17 @@ def find_layers(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
     layers = {}
     for name in dict.fromkeys([*(n for n, tensors in children.items() if MARKER in tensors), *in_header]):
         tensors = children.get(name, {})
-        layers[name] = layer = StoredLayer(name, {}, tensors)
+        layer = StoredLayer(name, {}, tensors)
         _read_markers(checkpoint, layer, in_header.get(name))
+        if not layer.problems and not layer.marker and _is_float(tensors.get("weight")):
+            continue  # an empty marker beside a float weight marks nothing
+        layers[name] = layer
         _complete_marker(layer)
     return layers
+
+
+def _is_float(info: TensorInfo | None) -> bool:
+    return info is not None and info.dtype in ("F64", "F32", "F16", "BF16")
 
 
 def header_markers(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -140,6 +147,12 @@ def header_markers(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     layers = table.get("layers", {}) if isinstance(table, dict) else None
     if not isinstance(layers, dict) or not all(isinstance(m, dict) for m in layers.values()):
         raise FormatError(f"the header's {METADATA_KEY} needs an object 'layers' from layer names to objects")
+    version = str(table.get("format_version", FORMAT_VERSION))
+    if version.partition(".")[0] != FORMAT_VERSION.partition(".")[0]:
+        raise FormatError(
+            f"the header's {METADATA_KEY} has format_version {printable(version)!r}, and {FORMAT_VERSION!r} is known here; a "
+            "newer file needs newer packages: pip install --upgrade kitchen-models kitchen-core"
+        )
     return {name.removesuffix(".weight"): _unfolded(marker) for name, marker in layers.items()}
 
 
@@ -183,7 +196,7 @@ def _marker_of(checkpoint: Checkpoint, info: TensorInfo) -> dict[str, Any]:
     except ValueError as error:
         raise FormatError(f"its {MARKER} must hold UTF-8 JSON, got {raw[:60]!r}: {error}") from error
     return read_marker(
-        torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 
@@ -224,7 +237,8 @@ def refuse_unmarked(checkpoint: Checkpoint, layers: Mapping[str, StoredLayer]) -
         raise FormatError(
             f"{len(found)} integer weights have no comfy_quant marker, such as {printable(found[0].name)!r} "
             f"({found[0].dtype} {list(found[0].shape)}); what their codes mean would be a guess. Use a file whose maker "
-            "writes markers, or quantize the original with `kitchen quantize`"
+            "writes markers, or quantize the original with `kitchen quantize`. What nunchaku, AutoAWQ, GPTQ or "
+            "compressed-tensors wrote becomes such a file by `kitchen convert IN OUT --to comfy`"
         )
 
 

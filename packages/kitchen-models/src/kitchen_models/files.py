@@ -25,7 +25,7 @@ MAX_OBJECTS = 2_000_000  # of JSON in one header: a real one has two or three a 
 MAX_COMMAS = 20_000_000
 MAX_DIMS = 64
 MAX_BIG = 2**63 - 1
-READ_WINDOW = 256 << 20  # bytes read through one memory map before it is dropped, which bounds the resident set
+READ_WINDOW = 64 << 20  # bytes read through one memory map before it is dropped, which bounds the resident set
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -319,7 +319,8 @@ class Checkpoint:
                 reader = self._readers[info.file] = safe_open(info.file, framework="pt").__enter__()
             except Exception as error:  # safetensors raises its own SafetensorError, and OSError
                 raise FormatError(f"safetensors cannot open {str(info.file)!r}: {error}; get the file again") from error
-        return reader.get_tensor(name) if rows is None else reader.get_slice(name)[rows]
+        with torch.device("cpu"):  # safetensors makes slices on the default device
+            return reader.get_tensor(name) if rows is None else reader.get_slice(name)[rows]
 
     def read_bytes(self, name: str, limit: int) -> bytes:
         """The bytes of a small tensor, without torch. Raises FormatError above ``limit`` bytes."""

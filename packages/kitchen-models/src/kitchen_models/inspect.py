@@ -9,8 +9,10 @@ from typing import Any
 from kitchen_core.errors import FormatError, KitchenError, PluginError
 
 from .console import print_table, size
-from .dialect import StoredLayer, find_layers, unmarked_codes
+from .dialect import MARKER, unmarked_codes
 from .files import Checkpoint, printable
+from .foreign import ForeignLayer
+from .recognise import AnyLayer, describe, find_all_layers
 from .rules import config_as_json
 
 SHOWN_METADATA = 200  # characters of one metadata string
@@ -25,7 +27,7 @@ def inspect_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     checkpoint = Checkpoint.open(path)
     problems = [printable(note) for note in checkpoint.notes]
     try:
-        stored = find_layers(checkpoint)
+        stored = find_all_layers(checkpoint)
     except FormatError as error:
         stored = {}
         problems.append(str(error))
@@ -33,7 +35,7 @@ def inspect_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     owned = {layer.prefix + rest for layer in stored.values() for rest in layer.tensors}
     unmarked = {info.name for info in unmarked_codes(checkpoint, stored)}
     for info in checkpoint.in_file_order():
-        if info.name in owned:
+        if info.name in owned or info.name.rpartition(".")[2] == MARKER:
             continue
         problem = "codes without a comfy_quant marker: their meaning would be a guess" if info.name in unmarked else ""
         layers.append(_entry(info.name, info.dtype, list(info.shape), info.nbytes, False, problem=problem))
@@ -61,8 +63,8 @@ def _entry(
     }  # fmt: skip
 
 
-def _quantized_entry(layer: StoredLayer) -> dict[str, Any]:
-    weight = layer.tensors.get("weight") or layer.tensors.get("qweight")
+def _quantized_entry(layer: AnyLayer) -> dict[str, Any]:
+    weight = next((layer.tensors[key] for key in ("weight", "qweight", "weight_packed") if key in layer.tensors), None)
     shape, config, problem = list(weight.shape) if weight else [], None, ""
     try:
         format, found, tensors = layer.resolve()
@@ -74,7 +76,10 @@ def _quantized_entry(layer: StoredLayer) -> dict[str, Any]:
     except (RuntimeError, NotImplementedError) as error:  # a format that needs values to check its tensors
         problem = f"not checked, its format cannot do it without values: {error}"
     problem = problem.removeprefix(f"layer {printable(layer.name)!r}: ")
-    return _entry(layer.name, layer.format_name, shape, layer.nbytes, True, config, problem, layer.marked_in)
+    if isinstance(layer, ForeignLayer) and config is not None:
+        config = {**config, **({"interleaved": layer.splits} if layer.splits else {})}
+    entry = _entry(layer.name, layer.format_name, shape, layer.nbytes, True, config, problem, layer.marked_in)
+    return {**entry, "stored_as": describe(layer)}
 
 
 def _totals(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,12 +100,18 @@ def render(report: dict[str, Any]) -> None:
     for entry in report["layers"]:
         shape = "x".join(map(str, entry["shape"])) or "scalar"
         config = ", ".join(f"{key}={value}" for key, value in (entry["config"] or {}).items())
-        rows.append([entry["name"], entry["format"], shape, size(entry["bytes"]), config])
-    print_table(["layer or tensor", "format", "shape", "bytes", "config"], rows, right=["bytes"])
+        stored_as = entry.get("stored_as", "")
+        rows.append([entry["name"], entry["format"], shape, size(entry["bytes"]), stored_as, config])
+    print_table(["layer or tensor", "format", "shape", "bytes", "stored as", "config"], rows, right=["bytes"])
     print()
     for total in report["totals"]:
         kind = "quantized layers" if total["quantized"] else "plain tensors"
         print(f"{total['format']}: {total['count']} {kind}, {size(total['bytes'])}")
+    foreign = sorted({e["stored_as"] for e in report["layers"] if e.get("stored_as", "comfy") != "comfy"})
+    if foreign:
+        print(
+            f"stored as {', '.join(foreign)}: `kitchen convert IN OUT --to comfy` makes a file that kitchen and ComfyUI load"
+        )
     files = f"{len(report['files'])} files" if len(report["files"]) > 1 else "1 file"
     print(f"total: {size(report['tensor_bytes'])} of tensors, {size(report['file_bytes'])} in {files}")
     for key, value in sorted(report["metadata"].items()):

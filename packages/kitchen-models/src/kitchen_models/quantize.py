@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from kitchen_core.errors import FormatError, UnsupportedError
 
 from .calibrations import Calibrations, calibrated_layers, load_calibration
 from .dialect import MARKER, StoredLayer, find_layers, header_metadata, marker_bytes, naming
-from .files import TORCH_DTYPES, Checkpoint, open_binary, printable
+from .files import TORCH_DTYPES, Checkpoint, TensorInfo, open_binary, printable
+from .ranks import Team, team, writing_together
 from .rows import check_finite, output_shapes, quantize_rows
 from .rules import Decision, Rules, decide, layer_of
-from .writer import Planned, writing
+from .writer import Planned
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
+QUANTIZING_COST = 10.0  # of a byte that is quantized, over one that is copied: for sharing out the work
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Report:
     seconds: float = 0.0
     path: str = ""
     calibrated: frozenset[str] = frozenset()
+    rank: int = 0  # of several processes that made one file together, this one's number
 
     @property
     def quantized(self) -> tuple[Decision, ...]:
@@ -95,6 +98,7 @@ def quantize_file(
     complete or not at all. ``rules``, ``format`` and ``options`` as in ``Rules.of``. Layers that are quantized already
     are copied with their markers; everything else is copied byte for byte. ``calibration``: what ``calibrate`` returned,
     or the path where ``save_calibration`` put it; a layer that it has, in a format that uses it, is read as a whole.
+    Where torchrun started several processes with this call, they share the layers out and make the one file together.
     Raises FormatError for a bad source, UnsupportedError, naming the layer, for a weight with inf or NaN, and where no
     layer at all would be quantized; nothing is written then.
     """
@@ -111,19 +115,24 @@ def quantize_file(
     if isinstance(calibration, str | os.PathLike):
         calibration = load_calibration(calibration)
     calibrated = calibrated_layers(calibration, decisions)
-    planned, markers = _outputs(checkpoint, chosen)
+    outputs, markers = _outputs(checkpoint, chosen)
     markers |= {name: layer.marker for name, layer in stored.items()}
+    planned = [p for made in outputs.values() for p in made]
     bytes_after = sum(p.nbytes for p in planned)
-    if not dry_run:
-        _refuse_clashes(planned)
-        metadata = _metadata(checkpoint, decisions, markers, calibrated, progress)
-        with writing(Path(target), planned, metadata) as writer:
-            given = dict.fromkeys(calibrated, calibration)
-            _stream(checkpoint, chosen, given, writer, progress)
-            bytes_after = writer.file_bytes
+    with team() as members:
+        if not dry_run:
+            _refuse_clashes(planned)
+            metadata = _metadata(checkpoint, decisions, markers, calibrated, members, progress)
+            sources = checkpoint.in_file_order()
+            mine = members.share(sources, [_cost(info, chosen) for info in sources])
+            names = [p.name for info in mine for p in outputs[info.name]]
+            with writing_together(members, Path(target), planned, names, metadata) as writer:
+                given = dict.fromkeys(calibrated, calibration)
+                _stream(checkpoint, mine, chosen, given, writer, progress)
+                bytes_after = writer.file_bytes
     checkpoint.close()
     seconds = time.perf_counter() - started
-    return Report(decisions, checkpoint.file_bytes, bytes_after, seconds, str(target), calibrated)
+    return Report(decisions, checkpoint.file_bytes, bytes_after, seconds, str(target), calibrated, members.rank)
 
 
 def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules) -> tuple[Decision, ...]:
@@ -137,10 +146,11 @@ def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules
         keep = f"quantized already: {stored[layer].format_name}" if layer in stored else ""
         made.append(decide(layer, info.shape, TORCH_DTYPES.get(info.dtype), rules, keep))
     rules.warn_of_unmatched(d.layer for d in made)
-    return tuple(sorted(made, key=lambda d: _natural(d.layer)))
+    return tuple(sorted(made, key=lambda d: natural(d.layer)))
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by, the numbers in them as numbers."""
     return [(int(word), "") if word.isdecimal() and len(word) < 19 else (-1, word) for word in name.split(".")]
 
 
@@ -148,32 +158,38 @@ def _key(layer: str, rest: str) -> str:
     return f"{layer}.{rest}" if layer else rest
 
 
-def _outputs(checkpoint: Checkpoint, chosen: Mapping[str, Decision]) -> tuple[list[Planned], dict[str, dict[str, Any]]]:
-    """The tensors of the new file, in the source's order, and the markers of the new layers."""
-    planned, markers = [], {}
+def _outputs(
+    checkpoint: Checkpoint, chosen: Mapping[str, Decision]
+) -> tuple[dict[str, list[Planned]], dict[str, dict[str, Any]]]:
+    """The tensors of the new file by that of the source which they are made from, and the markers of the new layers."""
+    outputs, markers = {}, {}
     for info in checkpoint.in_file_order():
         decision = chosen.get(layer_of(info.name)) if layer_of(info.name) is not None else None
         if decision is None:
-            planned.append(Planned(info.name, info.dtype, info.shape))
+            outputs[info.name] = [Planned(info.name, info.dtype, info.shape)]
             continue
         with naming(decision.layer):
             shapes = output_shapes(decision.format, decision.config, *decision.shape, decision.dtype)
             empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in shapes.items()}
             decision.format.check_names(empty)
             state = decision.format.state_dict(empty, _key(decision.layer, ""))
-            planned += [Planned.of(key, tensor) for key, tensor in state.items()]
             markers[decision.layer] = decision.format.marker(decision.config)
-            planned.append(Planned.of(_key(decision.layer, MARKER), marker_bytes(markers[decision.layer])))
-    return planned, markers
+            state[_key(decision.layer, MARKER)] = marker_bytes(markers[decision.layer])
+            outputs[info.name] = [Planned.of(key, tensor) for key, tensor in state.items()]
+    return outputs, markers
+
+
+def _cost(info: TensorInfo, chosen: Mapping[str, Decision]) -> float:
+    return info.nbytes * (QUANTIZING_COST if layer_of(info.name) in chosen else 1.0)
 
 
 def _stream(
-    checkpoint: Checkpoint, chosen: Mapping[str, Decision], given: Mapping[str, Calibrations], writer: Any,
-    progress: Progress | None,
+    checkpoint: Checkpoint, mine: Sequence[TensorInfo], chosen: Mapping[str, Decision], given: Mapping[str, Calibrations],
+    writer: Any, progress: Progress | None,
 ) -> None:  # fmt: skip
     """``given`` has the calibrations to look in for each layer that uses one: they may lie in a file."""
-    done, total = 0, checkpoint.nbytes
-    for info in checkpoint.in_file_order():
+    done, total = 0, sum(info.nbytes for info in mine)
+    for info in mine:
         layer = layer_of(info.name)
         if progress:
             progress(printable(info.name), done, total)
@@ -206,6 +222,7 @@ def _metadata(
     decisions: tuple[Decision, ...],
     markers: dict[str, dict[str, Any]],
     calibrated: frozenset[str],
+    members: Team,
     progress: Progress | None,
 ) -> dict[str, str]:
     entries = {d.layer: d.as_json() for d in decisions if d.format is not None}
@@ -214,7 +231,9 @@ def _metadata(
             entry["calibrated"] = True
         del entry["shape"]
     left = {d.layer: d.reason for d in decisions if d.format is None and d.is_matrix}
-    hashes = {file.name: sha256_of(file, progress) for file in checkpoint.files}
+    sizes = [file.stat().st_size for file in checkpoint.files]
+    found = members.gather({f.name: sha256_of(f, progress) for f in members.share(checkpoint.files, sizes)})
+    hashes = {name: value for part in found for name, value in part.items()}  # ranks have consecutive files: in order
     recipe = {"made_by": "kitchen_models.quantize_file", "layers": entries, "left": left, "source": hashes}
     return {**checkpoint.metadata, **header_metadata(markers, recipe), "source_sha256": source_hash(hashes)}
 

@@ -15,7 +15,7 @@ from kitchen_core import Calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors
 
-SLICE_ELEMENTS = 4 << 20  # of one slice: 16 MiB in fp32, and a format may need several dozen times that to search codes
+SLICE_ELEMENTS = 1 << 20  # of one slice: 4 MiB in fp32, and a format may need several dozen times that to search codes
 ROW_BLOCK = 128  # slices are multiples of this many rows
 _PROBE_ROWS = 2 * ROW_BLOCK
 
@@ -29,7 +29,8 @@ def row_dims(format: type[Format], config: Any, in_features: int, dtype: torch.d
     A tensor that all rows share, such as a codebook, is a choice made from the whole weight, so it means None as well.
     """
     probe = _stand_in(_PROBE_ROWS, in_features, dtype)
-    probe *= (10.0 ** (torch.arange(_PROBE_ROWS) % 5 - 2)).to(dtype)[:, None]  # rows of very different size
+    sizes = 10.0 ** (torch.arange(_PROBE_ROWS, device="cpu") % 5 - 2)  # rows of very different size
+    probe *= sizes.to(dtype)[:, None]
     try:
         whole = format.quantize(probe, config)
         parts = [format.quantize(part, config) for part in probe.split(ROW_BLOCK)]
@@ -50,7 +51,9 @@ def row_dims(format: type[Format], config: Any, in_features: int, dtype: torch.d
 
 
 def _stand_in(rows: int, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(
+        rows, in_features, generator=torch.Generator().manual_seed(0), device="cpu", dtype=torch.float32
+    ).to(dtype)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -89,7 +92,7 @@ def quantize_rows(
     if dims is None:
         return _quantize(format, config, read(None), 0)
     shapes = output_shapes(format, config, rows, in_features, dtype)
-    made = {name: torch.empty(size, dtype=kind) for name, (kind, size) in shapes.items()}
+    made = {name: torch.empty(size, dtype=kind, device="cpu") for name, (kind, size) in shapes.items()}
     position = dict.fromkeys(made, 0)
     for part in _slices(rows, step):
         for name, tensor in _quantize(format, config, read(part), part.start).items():

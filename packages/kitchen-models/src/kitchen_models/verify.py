@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from kitchen_core import Calibration
 from kitchen_core.errors import FormatError
 
+from .calibrations import Calibrations, load_calibration
 from .checkpoint import load_layer
 from .console import print_table, size
 from .dialect import MARKER, StoredLayer, find_layers, refuse_unmarked
@@ -19,10 +22,15 @@ from .files import Checkpoint, TensorInfo, printable
 BLOCK_ELEMENTS = 8 << 20  # compared at once
 PLOTTED_LAYERS = 60
 
+Watch = Callable[[str, str, torch.Tensor], None]
+
 
 @dataclass(frozen=True)
 class LayerError:
-    """``relative_l2`` is the norm of the difference over the norm of the original; 0 where both are zero."""
+    """``relative_l2`` is the norm of the difference over the norm of the original; 0 where both are zero.
+
+    ``output_l2`` is the same of the layer's outputs on the inputs that its calibration saw; None without one.
+    """
 
     name: str
     format: str
@@ -30,6 +38,7 @@ class LayerError:
     max_abs: float
     bytes_before: int
     bytes_after: int
+    output_l2: float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,12 @@ class _Sums:
         self.original += float(a.square().sum(dtype=torch.float64))
         self.max_abs = max(self.max_abs, float(d.abs().max()) if d.numel() else 0.0)
 
+    def add_outputs(self, original: torch.Tensor, other: torch.Tensor, moment: torch.Tensor) -> None:
+        """Take in rows of both weights as what they put out on inputs of this second moment [K, K]."""
+        a, d = original.to(torch.float32), other.to(torch.float32) - original.to(torch.float32)
+        self.difference += max(0.0, float(((d @ moment) * d).sum(dtype=torch.float64)))
+        self.original += max(0.0, float(((a @ moment) * a).sum(dtype=torch.float64)))
+
     @property
     def relative_l2(self) -> float:
         """0 for no difference at all, inf for a difference from zero, NaN where a value is NaN."""
@@ -80,12 +95,21 @@ class _Sums:
         return math.sqrt(self.difference / self.original)
 
 
-def verify_files(original: str | os.PathLike[str], quantized: str | os.PathLike[str]) -> Verification:
+def verify_files(
+    original: str | os.PathLike[str],
+    quantized: str | os.PathLike[str],
+    calibration: Calibrations | str | os.PathLike[str] | None = None,
+    watch: Watch | None = None,
+) -> Verification:
     """Compare a quantized checkpoint with its original, one layer in memory at a time.
 
-    Plain tensors are compared bit by bit; those that differ are listed as well. Raises FormatError for a bad file, and
-    where a layer has another shape than its original.
+    Plain tensors are compared bit by bit; those that differ are listed as well. ``calibration``: what ``calibrate``
+    returned, or the path of its file; layers that it has get their ``output_l2``. ``watch(layer, format, rows)`` is given
+    every weight that is quantized, a block of its rows at a time. Raises FormatError for a bad file, and where a layer has
+    another shape than its original.
     """
+    if isinstance(calibration, str | os.PathLike):
+        calibration = load_calibration(calibration)
     before, after = Checkpoint.open(original), Checkpoint.open(quantized)
     stored = find_layers(after)
     refuse_unmarked(after, stored)
@@ -96,7 +120,8 @@ def verify_files(original: str | os.PathLike[str], quantized: str | os.PathLike[
     for name, layer in sorted(stored.items()):
         info = before.tensors.get(f"{layer.prefix}weight")
         if info is not None:
-            errors.append(_compare_layer(before, after, name, layer, info, total))
+            given = calibration[name] if calibration is not None and name in calibration else None
+            errors.append(_compare_layer(before, after, layer, info, total, given, watch))
     owned = {layer.prefix + rest for layer in stored.values() for rest in layer.tensors if rest != "bias"}
     plain = [info for info in after.in_file_order() if info.name not in owned]
     identical = 0
@@ -116,8 +141,10 @@ def verify_files(original: str | os.PathLike[str], quantized: str | os.PathLike[
 
 
 def _compare_layer(
-    before: Checkpoint, after: Checkpoint, name: str, layer: StoredLayer, info: TensorInfo, total: _Sums
-) -> LayerError:
+    before: Checkpoint, after: Checkpoint, layer: StoredLayer, info: TensorInfo, total: _Sums,
+    calibration: Calibration | None, watch: Watch | None,
+) -> LayerError:  # fmt: skip
+    name = layer.name
     made, _ = load_layer(after, layer, "cpu", torch.float32)
     shape = (made.out_features, made.in_features)
     if info.shape != shape or not info.torch_dtype().is_floating_point:
@@ -125,7 +152,7 @@ def _compare_layer(
             f"layer {printable(name)!r} is {list(shape)} in the quantized file and {info.dtype} {list(info.shape)} in the "
             "original; these files are not of one model"
         )
-    sums = _Sums()
+    sums, outputs = _Sums(), _Sums()
     dense = made.dequantize(torch.float32)
     step = max(1, BLOCK_ELEMENTS // shape[1])
     for row in range(0, shape[0], step):
@@ -133,8 +160,13 @@ def _compare_layer(
         source = before.read(info.name, rows)
         sums.add(source, dense[rows])
         total.add(source, dense[rows])
+        if calibration is not None:
+            outputs.add_outputs(source, dense[rows], calibration.second_moment)
+        if watch is not None:
+            watch(name, layer.format_name, source)
     weight_bytes = layer.nbytes - (layer.tensors["bias"].nbytes if "bias" in layer.tensors else 0)
-    return LayerError(name, layer.format_name, sums.relative_l2, sums.max_abs, info.nbytes, weight_bytes)
+    output_l2 = None if calibration is None else outputs.relative_l2
+    return LayerError(name, layer.format_name, sums.relative_l2, sums.max_abs, info.nbytes, weight_bytes, output_l2)
 
 
 def _compare_plain(before: Checkpoint, after: Checkpoint, info: TensorInfo) -> LayerError | None:

@@ -53,6 +53,11 @@ class SafetensorsWriter:
         self._missing = set(self._planned)
         self._write(memoryview(header), 0)
 
+    @property
+    def descriptor(self) -> int:
+        """The open file."""
+        return self._descriptor
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor; it must have the planned dtype and shape."""
         made, wanted = Planned.of(name, tensor), self._planned[name]
@@ -73,6 +78,14 @@ class SafetensorsWriter:
         if position - self._begin[name] != self._planned[name].nbytes:
             raise FormatError(f"{name!r} takes {self._planned[name].nbytes} bytes, got {position - self._begin[name]}")
         self._missing.discard(name)
+
+    def planned(self, name: str) -> Planned:
+        """The plan of one tensor."""
+        return self._planned[name]
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Take the data of these tensors to be in the file already."""
+        self._missing -= set(names)
 
     def finish(self) -> None:
         """Set the length of the file. Raises FormatError where a tensor was not written."""
@@ -117,8 +130,12 @@ def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) ->
     run leaves nothing), else a hidden ``.NAME.*.partial``; it is synced and renamed over ``path`` at the end.
     """
     target = Path(os.path.realpath(path))
-    if target.is_dir() or not target.parent.is_dir():
-        raise FormatError(f"cannot write {str(path)!r}: it is a folder, or its folder does not exist")
+    if target.is_dir():
+        raise FormatError(f"cannot write {str(path)!r}: it is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise FormatError(
+            f"cannot write {str(path)!r}: the folder {str(target.parent)!r} does not exist; make it first"
+        )
     if target.exists() and not target.is_file():
         raise FormatError(f"cannot write {str(path)!r}: it is a device, pipe or socket, not a file; give another OUT")
     planned = list(planned)

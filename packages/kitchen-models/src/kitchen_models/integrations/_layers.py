@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +19,8 @@ from kitchen_core.formats import marker_tensor
 from ..dialect import MARKER, find_layers, header_metadata, naming, refuse_unmarked
 from ..files import Checkpoint
 from ..rules import Decision, Rules, config_as_json
+
+log = logging.getLogger("kitchen")
 
 
 class Method(StrEnum):
@@ -117,6 +121,18 @@ def _linear_of(model: nn.Module, name: str) -> nn.Linear:
     if not isinstance(module, nn.Linear):
         raise FormatError(f"the files hold a quantized linear, the model has a {type(module).__name__}")
     return module
+
+
+def help_peft() -> None:
+    """Lets PEFT merge into quantized layers, where it is installed."""
+    if importlib.util.find_spec("peft") is None:
+        return
+    try:
+        from . import peft
+    except UnsupportedError as error:
+        log.info("kitchen: LoRA cannot be merged into quantized layers: %s", error)
+    else:
+        peft.register()
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:

@@ -27,9 +27,20 @@ from kitchen_core.formats import read_marker
 from ..dialect import MARKER, header_metadata, naming
 from ..quantize import decisions_of, quantized_linear
 from ..rules import Decision, layer_of
-from ._layers import Method, RulesConfig, chosen_layers, dequantize_, finish, make_places, open_files, replace
+from ._layers import (
+    Method,
+    RulesConfig,
+    chosen_layers,
+    dequantize_,
+    finish,
+    help_peft,
+    make_places,
+    open_files,
+    replace,
+)
 
 try:
+    from diffusers.configuration_utils import FrozenDict
     from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
     from diffusers.quantizers.base import DiffusersQuantizer
     from diffusers.quantizers.quantization_config import QuantizationConfigMixin
@@ -121,12 +132,20 @@ class KitchenQuantizer(DiffusersQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         finish(model)
+        help_peft()
         return model
 
     def get_state_dict_and_metadata(
         self, state_dict: dict[str, Any], safe_serialization: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state dict as it is, and the header's strings: markers and recipe, as `kitchen_models.save` writes them."""
+        """The state dict as it is, and the header's strings: markers and recipe, as `kitchen_models.save` writes them.
+
+        Raises UnsupportedError where a pickle is asked for: it has no header, and loading it again would not find the layers.
+        """
+        if not safe_serialization:
+            raise UnsupportedError(
+                "a quantized model is saved as safetensors alone: call save_pretrained without safe_serialization=False"
+            )
         layers = [key.removesuffix(f".{MARKER}") for key in state_dict if key.endswith(f".{MARKER}")]
         markers = {layer: read_marker(state_dict[f"{layer}.{MARKER}"].cpu()) for layer in layers}
         word = str(self.dtype).removeprefix("torch.")
@@ -134,6 +153,9 @@ class KitchenQuantizer(DiffusersQuantizer):
         return state_dict, header_metadata(markers, {"made_by": "diffusers save_pretrained", "layers": recipe})
 
     def _dequantize(self, model: nn.Module) -> nn.Module:
+        """The dense model, whose config no longer says that it is quantized, so that it can be saved and loaded as any."""
+        config = {key: value for key, value in model.config.items() if key != "quantization_config"}
+        model._internal_dict = FrozenDict(config)
         return dequantize_(model)
 
     is_trainable = False

@@ -36,6 +36,7 @@ from ._layers import (
     chosen_layers,
     dequantize_,
     finish,
+    help_peft,
     make_places,
     metadata_of,
     open_files,
@@ -226,6 +227,7 @@ class KitchenQuantizer(HfQuantizer):
             if not isinstance(module, QuantizedLinear) and not new:
                 self.swap(model, decision, module.weight)
         finish(model)
+        help_peft()
         for layer in quantized_layers(model).values():
             for parameter in layer.parameters():  # transformers asks for gradients of all floats, so of scales too
                 parameter.requires_grad_(False)

@@ -1,0 +1,201 @@
+"""Tensor parallelism over two ranks on the CPU (gloo): every format, divided by outputs and by inputs, against one device."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kitchen_core import QuantizedLinear, installed_formats
+from kitchen_models.parallel import INPUTS, OUTPUTS, check_split, divided_dims
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+import parallel_worker  # noqa: E402 - what the ranks run, and this process too
+from parallel_worker import ROWS, K, N  # noqa: E402
+
+CASES = list(parallel_worker.cases())
+# Two results of independent roundings: the norms of ROWS * N rounding errors differ by a relative 1 / sqrt(2 * ROWS * N).
+ROUNDING_NOISE = 1 + 2 / math.sqrt(2 * ROWS * N)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two ranks computed: a dict a rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = subprocess.run(
+        [*command, str(HERE / "parallel_worker.py"), str(folder), "cpu"],
+        capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture
+def alone(case):
+    """The layer on one device, its inputs, and the exact output of its dequantized weight."""
+    layer = parallel_worker.layer(case)
+    x, residual, scale = parallel_worker.inputs()
+    weight = layer.dequantize(torch.float32).double()
+    exact = x.double() @ weight.T + layer.bias.double()
+    return layer, x, residual, scale, exact
+
+
+def error(y, exact):
+    return float((y.double() - exact).norm() / exact.norm())
+
+
+def joined(ranks, case, key):
+    return torch.cat([made[case][key] for made in ranks], -1)
+
+
+def test_every_format_is_tried():
+    assert {parallel_worker.get_format(parallel_worker.CASES[case][0]).name for case in CASES} == set(
+        installed_formats()
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_divided_outputs_have_the_bits_of_one_device(case, ranks, alone):
+    layer, x, residual, scale, _ = alone
+    whole = layer(x)
+    assert torch.equal(joined(ranks, case, "colwise"), whole)
+    assert torch.equal(joined(ranks, case, "colwise one row"), layer(x[:1]))
+    fused = layer(x, input_act="gelu_tanh", residual=residual, residual_scale=scale)
+    assert torch.equal(joined(ranks, case, "colwise fused"), fused)
+    assert torch.equal(joined(ranks, case, "colwise shared activation"), layer(layer.quantize_activation(x)))
+    for made in ranks:
+        assert torch.equal(made[case]["colwise replicated"], whole)
+        assert torch.equal(made[case]["colwise dtensor"], whole)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_divided_inputs_are_no_worse_than_one_device(case, ranks, alone):
+    layer, x, residual, scale, exact = alone
+    first, second = (made[case] for made in ranks)
+    for key in ("rowwise", "rowwise fused", "rowwise from replicated", "rowwise shared activation", "rowwise one row"):
+        assert torch.equal(first[key], second[key]), f"{key}: all ranks have the sum"
+    limit = error(layer(x), exact) * ROUNDING_NOISE
+    assert error(first["rowwise"], exact) <= limit
+    assert error(first["rowwise one row"], exact[:1]) <= error(layer(x[:1]), exact[:1]) * (1 + 2 / math.sqrt(2 * N))
+    assert torch.equal(first["rowwise from replicated"], first["rowwise"])
+    assert torch.equal(first["rowwise shared activation"], first["rowwise"])
+    scattered = torch.cat([first["rowwise scattered"], second["rowwise scattered"]])
+    assert error(scattered, exact[:32]) <= error(layer(x[:32]), exact[:32]) * ROUNDING_NOISE
+    h = torch.nn.functional.gelu(x.float(), approximate="tanh").double()
+    exact_fused = residual.double() + scale.double() * (
+        h @ layer.dequantize(torch.float32).double().T + layer.bias.double()
+    )
+    one = layer(x, input_act="gelu_tanh", residual=residual, residual_scale=scale)
+    assert error(first["rowwise fused"], exact_fused) <= error(one, exact_fused) * ROUNDING_NOISE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_rank_holds_its_part_and_gathering_gives_the_file_back(case, ranks, alone):
+    layer = alone[0]
+    whole = sum(t.nbytes for t in layer.inner().values())
+    wanted = {key: value.detach() for key, value in layer.state_dict().items()}
+    for made in ranks:
+        for way in ("colwise", "rowwise"):
+            assert int(made[case][f"{way} bytes"]) < 0.62 * whole, "half of it, and what both need"
+            found = made[case][f"{way} gathered"]
+            assert found.keys() == wanted.keys()
+            for key, value in wanted.items():
+                assert found[key].dtype == value.dtype
+                assert torch.equal(found[key].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), key
+        assert torch.equal(made[case]["rowwise weight"], layer.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_colwise_then_rowwise_is_the_mlp(case, ranks):
+    first, second = (made[case] for made in ranks)
+    assert torch.equal(first["mlp"], second["mlp"])
+    # The activation between is quantized in two halves instead of one: as far from the whole as its own error is.
+    module = parallel_worker.Mlp(case)
+    x = parallel_worker.inputs()[0]
+    h = x.double() @ module.up.dequantize(torch.float32).double().T + module.up.bias.double()
+    h = torch.nn.functional.gelu(h, approximate="tanh")
+    exact = h @ module.down.dequantize(torch.float32).double().T + module.down.bias.double()
+    assert error(first["mlp"], exact) <= error(first["mlp whole"], exact) * (1 + 2 / math.sqrt(2 * ROWS * 64))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_inputs_are_those_of_one_device(case, ranks):
+    first, second = (made["gradients"][case] for made in ranks)
+    assert torch.equal(first["x divided"], second["x divided"]), "the ranks' parts are summed"
+    # bf16 roundings of dx on each side, and of its two parts before they are summed: at most 2^-8 of the largest each.
+    limit = 4 * 2.0**-8 * float(first["x whole"].abs().max())
+    assert float((first["x divided"].float() - first["x whole"].float()).abs().max()) <= limit
+    for made in (first, second):
+        assert torch.equal(made["part"], made["part of one"])
+        assert torch.equal(made["residual"], torch.ones_like(made["residual"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_divided_model_compiles_to_one_graph(case, ranks):
+    assert all(made["compiled"][case] for made in ranks)
+
+
+def test_refusals_name_what_was_given_what_is_allowed_and_what_to_do(ranks):
+    if len(installed_formats()) < 5:
+        pytest.skip("the refusals are of all formats, and some are not installed")
+    for made in ranks:
+        said = made["refusals"]
+        block = "int8_tensorwise [64, 768] over 2 ranks: 384 inputs a rank would cut a ConvRot block of 256 columns"
+        assert said["rotation"].startswith(f"UnsupportedError: layer 'rotation': {block}; the K / 256 = 3 of them")
+        assert "over 1, 3 ranks" in said["rotation"]
+        assert "ColwiseParallel for this layer, or quantize it again" in said["rotation"]
+        assert said["rotation, torch"].startswith(f"UnsupportedError: {block}"), "under torch's own function too"
+        assert "96 inputs a rank would cut a quantization group (scale) of 64 columns" in said["group"]
+        assert "96 inputs a rank would cut a quantization group (scale) of 64 columns" in said["svdquant"]
+        assert "would cut a quantization group (scale) of 128 columns" in said["one group a row"]
+        assert "its 63 outputs do not divide evenly; use a number of ranks that divides N=63" in said["outputs"]
+        assert "needs whole rows of x" in said["whole rows"]
+        assert "divided already, over 2 ranks" in said["twice"]
+        assert "cannot be requantized" in said["requantize"]
+        assert "stays on its mesh (cpu)" in said["moved"]
+        assert "'b' names no module" in said["no module"]
+        assert said["half"] == "torch.float16"
+        assert "inputs divided over 2 ranks" in said["repr"]
+        assert said["plain"] == "S(0)", "plain linears are torch's own affair"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dims_are_those_of_the_stored_tensors(case):
+    """Each tensor's dim over outputs has N elements, and N appears nowhere else."""
+    layer = parallel_worker.layer(case)
+    tensors = layer.inner()
+    for what, size in ((OUTPUTS, N), (INPUTS, K)):
+        dims = divided_dims(layer.format, layer.config, tensors, what)
+        assert dims["qdata"] == (0 if what == OUTPUTS else 1)
+        for name, dim in dims.items():
+            if what == OUTPUTS:
+                assert (dim is None) == (size not in tensors[name].shape), name
+                assert dim is None or tensors[name].shape[dim] == size
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_number_of_ranks_that_blocks_allow(case):
+    layer = parallel_worker.layer(case)
+    rotation = getattr(layer.config, "convrot_groupsize", 0)
+    group = getattr(layer.config, "group_size", 64 if layer.format.name == "svdquant_w4a4" else 1)
+    for parts in (1, 2, 3, 4, 8, 16, 32, 64):
+        fits = K % parts == 0 and K // parts % max(rotation, group) == 0
+        if fits:
+            check_split(layer, INPUTS, parts)
+        else:
+            with pytest.raises(ValueError, match=f"over {parts} ranks"):
+                check_split(layer, INPUTS, parts)
+
+
+def test_a_scale_for_all_rows_is_whole_on_every_rank():
+    layer = parallel_worker.layer("int8 plain")
+    tensors = layer.inner() | {"scale": torch.ones(1)}
+    one = QuantizedLinear(tensors, layer.format, layer.config)
+    assert check_split(one, OUTPUTS, 2) == {"qdata": 0, "scale": None}
