@@ -17,12 +17,24 @@ SOURCES = [
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def test_every_test_named_in_the_parity_page_exists():
-    page = (ROOT / "docs" / "parity.md").read_text()
-    named = re.findall(r"`([\w/.-]+\.py)::(\w+)`", page)
-    assert len(named) >= 40, "the page must name our tests"
+@pytest.mark.parametrize(("page", "least"), [("parity.md", 40), ("reports.md", 100), ("wheels.md", 2)])
+def test_every_test_named_on_a_page_exists(page, least):
+    text = (ROOT / "docs" / page).read_text()
+    named = re.findall(r"`([\w/.-]+\.py)::(\w+)`", text)
+    assert len(named) >= least - 1, "the page must name our tests"
     missing = [f"{path}::{name}" for path, name in named if name not in functions_of(ROOT / path)]
     assert not missing
+
+
+def test_every_report_has_its_row_and_its_test():
+    rows = re.findall(r"^\| B(\d\d) .*$", (ROOT / "docs" / "reports.md").read_text(), re.MULTILINE)
+    assert [int(row) for row in rows] == list(range(1, 76))
+    lines = [line for line in (ROOT / "docs" / "reports.md").read_text().splitlines() if re.match(r"\| B\d\d", line)]
+    assert not [line[:40] for line in lines if ".py::" not in line]
+    tests = functions_of(ROOT / "tests_integration" / "test_reports.py")
+    named = {n for n in tests if re.match(r"test_b\d\d", n)}
+    page = "\n".join(lines)
+    assert not {n for n in named if n not in page}, "every test of a report is named in the page"
 
 
 def functions_of(path):

@@ -27,17 +27,10 @@ from kitchen_core.arithmetic import add_residual, apply_input_act
 from kitchen_core.formats import marker_tensor
 from kitchen_core.known_formats import KNOWN_FORMATS
 from kitchen_core.registry import EAGER
-from kitchen_core.testing import FLOAT_DTYPES, assert_close, assert_equal, tolerance
+from kitchen_core.testing import FLOAT_DTYPES, LINEAR_OPS, assert_close, assert_equal, tolerance
 
 N, K = 128, 384
 FORMATS = sorted(KNOWN_FORMATS)
-LINEAR_OPS = {
-    "int8_tensorwise": "int8_linear",
-    "asym_w4a8_int8": "w4a8_linear",
-    "w6a8_int8": "w4a8_linear",
-    "svdquant_w4a4": "svdquant_linear",
-    "awq_w4a16": "awq_linear",
-}
 
 pytestmark = pytest.mark.parametrize("name", FORMATS)
 

@@ -13,17 +13,27 @@ ROOT = Path(__file__).resolve().parent.parent
 OTHER = ("gpu_check",)  # written beside the results, and none
 FILES = [p for p in sorted((ROOT / "benchmarks" / "results" / "h200").glob("*.json")) if p.stem not in OTHER]
 REQUIRED = {"quantize", "int8"}
-BENCH_OF = {"int8_sweep": "int8", "w6a8": "w4a8"}  # the others are named as their bench
+BENCH_OF = {"int8_sweep": "int8", "awq_sweep": "awq", "w6a8": "w4a8"}  # the others are named as their bench
 HEADER = {"gpu", "driver", "torch", "commit", "date", "rows", "source_sha", "sources"}
 ROW = {
     "case", "M", "N", "K", "part", "us", "us_p80", "bf16_us", "ck_us", "best_peer", "read_us", "copy_us", "err",
     "err_bf16", "kernel", "workspace_bytes",
 }  # fmt: skip
-SPECIAL = ("accuracy", "host_time", "int8_sweep")  # of another schema, tested below
+# Of another schema, tested below.
+SPECIAL = ("accuracy", "host_time", "int8_sweep", "awq_sweep", "end_to_end", "tensor_parallel")
 # Neighbouring M that may differ by more than STEP in time, each (K, N, M of the second) with its reason.
 STEP = 1.5
 EXPLAINED_STEPS: dict[tuple[int, int, int], str] = {
-    (3072, 12288, 257): "256 rows are 128 tiles of 128x192, one round of 132 SMs; row 257 needs a second round",
+    (
+        3072,
+        18432,
+        17,
+    ): "awq: from one kernel to two, with tiles of 32 rows of x; see docs/kernels/awq.md",
+    (
+        3072,
+        18432,
+        129,
+    ): "awq: from one tile of 128 rows of x to two; see docs/kernels/awq.md",
 }
 
 
@@ -140,8 +150,32 @@ def test_accuracy_is_within_its_limit():
         assert row["ck_err"] is None or row["err"] < row["ck_err"]
 
 
-def test_time_over_M_has_no_steps():
-    path, found = of("int8_sweep")
+def test_whole_models_have_every_format_and_awq_its_quality():
+    path, found = of("end_to_end")
+    bench = bench_of(path)
+    assert [(r["model"], r["case"]) for r in found["rows"]] == [
+        (model, case) for model in ("image", "decode") for case in bench.FORMATS
+    ]
+    for row in found["rows"]:
+        assert row["us"] > 0
+        assert row["bf16_us"] > 0
+        assert row["weight_bytes"] < row["weight_bytes_bf16"]
+    [awq] = [r for r in found["rows"] if (r["model"], r["case"]) == ("image", "awq")]
+    assert awq["psnr_dequantized"] >= bench.AWQ_LEAST_DB
+
+
+def test_tensor_parallel_was_measured_in_every_format():
+    path, found = of("tensor_parallel")
+    bench = bench_of(path)
+    assert [(r["case"], r["M"]) for r in found["rows"]] == [(case, m) for case in bench.FORMATS for m in bench.ROWS]
+    for row in found["rows"]:
+        assert row["ranks"] > 1
+        assert row.get("err_rowwise", 0) <= row.get("err_one", 0) * 1.01
+
+
+@pytest.mark.parametrize("family", ["int8_sweep", "awq_sweep"])
+def test_time_over_M_has_no_steps(family):
+    path, found = of(family)
     bench = bench_of(path)
     assert {(row["K"], row["N"]) for row in found["rows"]} == set(bench.SWEEP_SHAPES)
     for row in found["rows"]:
@@ -156,7 +190,7 @@ def test_time_over_M_has_no_steps():
 
 def test_the_tables_made_from_results_are_up_to_date():
     tool = module(ROOT / "tools/results_tables.py")
-    pages = {page: page.read_text() for page in tool.PAGES.glob("*.md")}
+    pages = {page: page.read_text() for page in tool.PAGES.rglob("*.md")}
     assert any(tool.MARKED.search(text) for text in pages.values())
     old = [page.name for page, text in pages.items() if tool.written(text) != text]
     assert not old, "run: python tools/results_tables.py --write"

@@ -5,6 +5,7 @@
     python tools/build_wheels.py --python /usr/bin/python3.11 --archs release --out dist
     python tools/build_wheels.py --packages kitchen-int8              one package again (incremental: the build folder is kept)
 
+Release wheels are tagged manylinux_2_34, the oldest glibc that this tool chain's output runs with (checked by wheel_check.py).
 The build runs without isolation in a virtual environment under build/ that holds the build tools, because under isolation no
 build is incremental. KITCHEN_CUDA=ON: a wheel without its kernels cannot slip out.
 """
@@ -21,8 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASE_ARCHS = "75;80;90a;100;120-real;120-virtual"
+PLATFORM = "manylinux_2_34_x86_64"
 BUILD_TOOLS = [
-    "scikit-build-core>=0.11", "pybind11>=3.0", "cmake>=3.24", "ninja",
+    "scikit-build-core>=0.11", "pybind11>=3.0", "cmake>=3.24", "ninja", "wheel",
     "nvidia-cuda-nvrtc-cu12==12.9.86", "nvidia-cuda-runtime-cu12==12.9.79",  # kitchen-fallback-volta: sm_70 code
 ]  # fmt: skip
 
@@ -82,6 +84,10 @@ def main() -> None:
         if build.returncode:
             sys.exit(f"{build.stdout}{build.stderr}\n{name}: the build failed")
         [wheel] = args.out.glob(f"{name.replace('-', '_')}-*.whl")
+        if args.archs == "release" and "linux_x86_64" in wheel.name:
+            tags = [str(venv / "bin/wheel"), "tags", "--remove", "--platform-tag", PLATFORM, str(wheel)]
+            subprocess.run(tags, check=True, capture_output=True)
+            [wheel] = args.out.glob(f"{name.replace('-', '_')}-*.whl")
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {time.monotonic() - start:.1f} s", flush=True)
 
 
