@@ -10,7 +10,7 @@ import torch
 
 from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS, STREAM_ROWS, provider
+from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS, PACKED_DECODE_ROWS, STREAM_ROWS, provider
 from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
@@ -55,10 +55,10 @@ def test_hopper_hands_over_from_route_to_route(built):
 def test_other_chips_with_bf16_tensor_cores(built, arch):
     built(*RELEASE)
     facts = simulated_facts(arch)
-    for changes in ({}, {"group": 16}, {"N": 17}):
+    for changes, most in (({}, PACKED_DECODE_ROWS), ({"group": 16}, MOST_DECODE_ROWS), ({"N": 17}, PACKED_DECODE_ROWS)):
         assert chosen(facts, M=1, **changes) == DECODE
-        assert chosen(facts, M=MOST_DECODE_ROWS, **changes) == DECODE
-        assert chosen(facts, M=MOST_DECODE_ROWS + 1, **changes) == DEQUANTIZED
+        assert chosen(facts, M=most, **changes) == DECODE
+        assert chosen(facts, M=most + 1, **changes) == DEQUANTIZED
     assert "needs sm_90" in answers(facts)[HOPPER]
 
 
@@ -102,7 +102,7 @@ def test_what_hopper_leaves_to_the_decode_kernel(built):
         ({"N": 4092}, "and N of 8"),
         ({"options": ("scales=float16",)}, "of x's type"),
     ):
-        found = answers(facts, M=MOST_DECODE_ROWS, **changes)
+        found = answers(facts, M=PACKED_DECODE_ROWS, **changes)
         assert found[DECODE] is None
         assert reason in found[HOPPER]
 
