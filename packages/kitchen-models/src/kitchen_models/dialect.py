@@ -28,18 +28,11 @@ MAX_MARKER = 1 << 20  # bytes of one marker; real ones have about a hundred
 CODE_DTYPES = ("I8", "U8")  # a weight in these has no meaning without a marker
 
 
-@dataclass
-class StoredLayer:
-    """A quantized layer as the file has it: its marker and the tensors directly under its name, by the rest of the key.
-
-    ``problems`` says in words what is wrong with it; inspecting lists them, loading raises the first.
-    """
+class NamedTensors:
+    """What layers of every dialect say of the tensors under their name."""
 
     name: str
-    marker: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    marked_in: tuple[str, ...] = ()
-    problems: list[str] = field(default_factory=list)
 
     @property
     def prefix(self) -> str:
@@ -50,6 +43,20 @@ class StoredLayer:
     def nbytes(self) -> int:
         """Bytes of everything under its name, bias and marker included."""
         return sum(info.nbytes for info in self.tensors.values())
+
+
+@dataclass
+class StoredLayer(NamedTensors):
+    """A quantized layer as the file has it: its marker and the tensors directly under its name, by the rest of the key.
+
+    ``problems`` says in words what is wrong with it; inspecting lists them, loading raises the first.
+    """
+
+    name: str
+    marker: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+    marked_in: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
 
     @property
     def format_name(self) -> str:

@@ -19,7 +19,7 @@ from kitchen_core.errors import FormatError
 from kitchen_core.formats import Format, Tensors, get_format
 from kitchen_core.layouts import autoawq, compressed_tensors, gptq, nunchaku
 
-from .dialect import config_of, naming
+from .dialect import NamedTensors, config_of, naming
 from .files import Checkpoint, TensorInfo, parse_bounded_json, printable
 
 # nunchaku shifts the input of the linear behind a GELU so that it is not negative, and no tensor says so.
@@ -123,7 +123,7 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 @dataclass
-class ForeignLayer:
+class ForeignLayer(NamedTensors):
     """A layer of another dialect: as StoredLayer, with what turns its tensors into ours."""
 
     name: str
@@ -136,16 +136,6 @@ class ForeignLayer:
     v2: bool = False
     problems: list[str] = field(default_factory=list)
     rounded: bool = False  # whether unpacking rounded a zero to its dtype
-
-    @property
-    def prefix(self) -> str:
-        """What its keys start with."""
-        return f"{self.name}." if self.name else ""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of everything under its name."""
-        return sum(info.nbytes for info in self.tensors.values())
 
     @property
     def format_name(self) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from kitchen_core.errors import FormatError, KitchenError
 
-from .writer import Planned, SafetensorsWriter, _sync_folder, layout
+from .writer import Planned, SafetensorsWriter, _sync_folder, layout, writable_target
 
 log = logging.getLogger("kitchen")
 
@@ -185,16 +185,8 @@ def staging(target: Path, files: list[FilePlan], fingerprint: str) -> Iterator[S
     disk or an interrupt leaves the hidden folder, for the next run of the same command to go on with.
     Raises FormatError where the target cannot be written, or where another run is writing it.
     """
-    target = Path(os.path.realpath(target))
+    target = writable_target(target)
     sharded = [file.name for file in files] != [target.name]
-    if target.is_dir():
-        raise FormatError(f"cannot write {str(target)!r}: it is a folder; name a file in it")
-    if not target.parent.is_dir():
-        raise FormatError(
-            f"cannot write {str(target)!r}: the folder {str(target.parent)!r} does not exist; make it first"
-        )
-    if target.exists() and not target.is_file():
-        raise FormatError(f"cannot write {str(target)!r}: it is a device, pipe or socket, not a file; give another OUT")
     work = target.parent / f".{target.name}.partial"
     lock = _lock(work, target)
     stage, begun = Stage(target, work, files), False

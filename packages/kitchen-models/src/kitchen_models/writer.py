@@ -122,13 +122,8 @@ def layout(planned: Iterable[Planned], metadata: dict[str, str]) -> tuple[bytes,
     return struct.pack("<Q", len(text)) + text, {n: start + o for n, o in offsets.items()}, start + position
 
 
-@contextlib.contextmanager
-def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) -> Iterator[SafetensorsWriter]:
-    """A writer for ``path`` that appears there complete or not at all.
-
-    The data goes to a file in the same folder that has no name where the system can do that (O_TMPFILE: even a killed
-    run leaves nothing), else a hidden ``.NAME.*.partial``; it is synced and renamed over ``path`` at the end.
-    """
+def writable_target(path: Path) -> Path:
+    """The file behind ``path``, links followed. Raises FormatError where no file can be made there."""
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise FormatError(f"cannot write {str(path)!r}: it is a folder; name a file in it")
@@ -138,6 +133,17 @@ def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) ->
         )
     if target.exists() and not target.is_file():
         raise FormatError(f"cannot write {str(path)!r}: it is a device, pipe or socket, not a file; give another OUT")
+    return target
+
+
+@contextlib.contextmanager
+def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) -> Iterator[SafetensorsWriter]:
+    """A writer for ``path`` that appears there complete or not at all.
+
+    The data goes to a file in the same folder that has no name where the system can do that (O_TMPFILE: even a killed
+    run leaves nothing), else a hidden ``.NAME.*.partial``; it is synced and renamed over ``path`` at the end.
+    """
+    target = writable_target(path)
     planned = list(planned)
     free, size = shutil.disk_usage(target.parent).free, layout(planned, metadata)[2]
     if size > free:
