@@ -208,6 +208,53 @@ def test_backward_through_an_activation_in_front(name):
     assert_close(x.grad, dense.grad, absolute=bound.expand(5, K))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, which has no rule for an op
+def test_functional_gradients(name):
+    """torch.func's are autograd's; in forward mode a tangent goes through the dequantized weight, and none is lost silently."""
+    w, x, bias = weight(name, torch.float32), torch.randn(3, K), torch.randn(N)
+    moved, dense = torch.randn(3, K), w.dequantize()
+    bound = 4 * K * 2.0**-24
+
+    def call(x, bias):
+        return F.linear(x, w, bias)
+
+    def loss(x):
+        return call(x, bias).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    loss(leaf).backward()
+    assert_equal(torch.func.grad(loss)(x), leaf.grad)
+    assert_close(
+        torch.func.vmap(torch.func.grad(loss))(x), leaf.grad, relative=2.0**-20, absolute=1e-3 * leaf.grad.abs()
+    )
+    y, tangent = torch.func.jvp(call, (x, bias), (moved, bias))
+    assert_equal(y, call(x, bias))
+    assert_close(tangent, moved @ dense.T + bias, absolute=bound * (moved.abs() @ dense.abs().T + bias.abs()))
+    with torch.autograd.forward_ad.dual_level():
+        pair = torch.autograd.forward_ad.unpack_dual(call(torch.autograd.forward_ad.make_dual(x, moved), bias))
+        assert_close(pair.tangent, moved @ dense.T, absolute=bound * (moved.abs() @ dense.abs().T))
+    residual, scale = torch.randn(3, N), torch.rand(N)
+    made = {"residual": residual, "residual_scale": scale}
+    _, tangent = torch.func.jvp(
+        lambda x, r: w.format.linear(x, w.inner(), w.config, **made | {"residual": r}), (x, residual), (moved, residual)
+    )
+    size = moved.abs() @ dense.abs().T * scale + residual.abs()
+    assert_close(tangent, moved @ dense.T * scale + residual, absolute=2 * bound * size)
+    with pytest.raises(InferenceOnlyError, match="residual_scale has no gradient"):
+        torch.func.jvp(
+            lambda s: w.format.linear(x, w.inner(), w.config, **made | {"residual_scale": s}), (scale,), (scale,)
+        )
+    with pytest.raises(InferenceOnlyError, match=r"torch\.no_grad"):
+        torch.func.jvp(_raw(w, name), (x,), (moved,))
+
+
+def _raw(w, name):
+    """The op itself, which has no gradient, as a function of x."""
+    order = ("qdata", "scale", "smooth_factor", "proj_down", "proj_up")
+    tensors = [w.inner()[key] for key in order] if name == "svdquant_w4a4" else list(w.inner().values())
+    return lambda x: getattr(torch.ops.kitchen, LINEAR_OPS[name])(x, *tensors)
+
+
 def test_a_weight_takes_no_gradient(name):
     w = weight(name)
     with pytest.raises(InferenceOnlyError, match="requires_grad=False"):
@@ -577,10 +624,8 @@ def test_in_place_ops_over_lists_are_refused(name):
 def test_ops_without_a_gradient_say_so(name):
     w = weight(name, torch.float32)
     x = torch.randn(3, K, requires_grad=True)
-    order = ("qdata", "scale", "smooth_factor", "proj_down", "proj_up")
-    tensors = [w.inner()[key] for key in order] if name == "svdquant_w4a4" else list(w.inner().values())
     with pytest.raises(InferenceOnlyError, match=r"torch\.no_grad"):
-        getattr(torch.ops.kitchen, LINEAR_OPS[name])(x, *tensors)
+        _raw(w, name)(x)
     if w.format.activation_kind != "float":
         with pytest.raises(InferenceOnlyError):
             w.quantize_activation(x)

@@ -9,6 +9,7 @@ KITCHEN_EXAMPLES is the number of calls an op (default 200); KITCHEN_SEED, if se
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import random
 
@@ -17,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kitchen_core import UnsupportedError, explain, trace, use
+from kitchen_core import UnsupportedError, explain, simulate, trace, use
 from kitchen_core.ops._define import problem_builders
 from kitchen_core.registry import EAGER, kernels_of, register, unregister
 from kitchen_core.testing import assert_equal
@@ -27,6 +28,7 @@ OPS = sorted(BUILDERS)
 EXAMPLES = int(os.environ.get("KITCHEN_EXAMPLES", "200"))
 SEED = int(os.environ.get("KITCHEN_SEED", "0"))
 OPTIONS = [(op, name) for op in OPS for name in optional_arguments(op)]
+OF_VOLTA = [op for op in OPS if any(k.provider == "fallback-volta" for k in kernels_of(op))]
 ANYWHERE = "anywhere"
 RUN_ANYWHERE = ("core/composed", "fallback-volta/torch")  # plain torch, though their records are for CUDA devices
 
@@ -163,12 +165,15 @@ def test_a_forced_kernel_that_cannot_run_says_why(op):
 # ---------------------------------------------------------------------------------------------------- on a GPU
 
 
-def check_on_gpu(case, counts):
-    """Every kernel of the op: right, or refused with its reason. Counts what ran and what was refused."""
+def check_on_gpu(case, counts, wanted=None):
+    """Every kernel of the op that is ``wanted``: right, or refused with its reason. Counts what ran and what was refused."""
+    arguments = [moved(a, "cuda") for a in case.arguments]
+    candidates = [c for c in explain(case.op, *arguments).candidates if wanted is None or wanted(c)]
+    if not candidates:
+        return counts
     with forced(case.op, EAGER):
         reference = call(case)
-    arguments = [moved(a, "cuda") for a in case.arguments]
-    for candidate in explain(case.op, *arguments).candidates:
+    for candidate in candidates:
         kernel_id = candidate.kernel.id
         counts.setdefault(kernel_id, [0, 0])[candidate.reason is not None] += 1
         if candidate.reason is not None:
@@ -200,7 +205,29 @@ def test_random_calls_on_every_kernel(op, record_property):
             case = make_case(op, random.Random(f"{op} {name} {SEED} {example}").choice, must_have=name)
             assert name in options_given(case)
             check_on_gpu(case, counts)
+    for example in range(20 * EXAMPLES):  # kernels that few calls fit get a share of their own
+        rare = {kernel for kernel, (ran, _) in counts.items() if 0 < ran < EXAMPLES // 2}
+        if not rare:
+            break
+        case = make_case(op, random.Random(f"{op} rare {SEED} {example}").choice)
+        check_on_gpu(case, counts, lambda c, rare=rare: c.kernel.id in rare and c.reason is None)
     record_property("calls", counts)
     print(f"{op}: " + ", ".join(f"{kernel} ran {ran}, refused {refused}" for kernel, (ran, refused) in counts.items()))
     built_here = {k for k, (ran, _) in counts.items() if ran}
     assert EAGER in built_here
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OF_VOLTA)
+def test_random_calls_on_the_kernels_for_volta(op, record_property):
+    """They hold code for this GPU too, but are offered to GPUs without INT8 tensor cores: facts of one are simulated."""
+    if "90a" not in importlib.import_module("kitchen_fallback_volta._extension").EXTENSION.archs:
+        pytest.skip("needs kitchen-fallback-volta built with CUDAARCHS=90a")
+    counts = {}
+    with simulate("sm_70"):
+        for example in range(EXAMPLES):
+            draw = random.Random(f"volta {op} {SEED} {example}").choice
+            check_on_gpu(make_case(op, draw), counts, lambda c: c.kernel.provider == "fallback-volta")
+    record_property("calls", counts)
+    print(f"{op}: " + ", ".join(f"{kernel} ran {ran}, refused {refused}" for kernel, (ran, refused) in counts.items()))
+    assert any(ran for kernel, (ran, _) in counts.items() if not kernel.endswith("/torch")), counts

@@ -6,6 +6,7 @@ What needs a GPU is in `test_runtime_gpu.py` and in the packages' own tests.
 
 import copy
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
@@ -441,6 +442,16 @@ def test_b27_nonsense_is_refused_before_anything_runs(op):
     assert tried >= 2
 
 
+def test_b27_sparse_tensors_and_arrays_are_named():
+    x, w, s = torch.randn(3, 64), torch.zeros(8, 64, dtype=torch.int8), torch.ones(8)
+    for sparse in (x.to_sparse(), x.to_sparse_csr()):
+        with pytest.raises(kc.UnsupportedError, match=r"x must be a dense tensor, got a sparse one; pass x\.to_dense"):
+            kc.int8_linear(sparse, w, s)
+    for wrong, name in (((x.numpy(), w, s), "x"), ((x, w.numpy(), s), "weight"), ((x, w, s, "bias"), "bias")):
+        with pytest.raises(RuntimeError, match=f"argument '{name}'"):
+            kc.int8_linear(*wrong)
+
+
 @pytest.mark.parametrize("op", ["int8_linear", "w4a8_linear", "svdquant_linear", "awq_linear"])
 def test_b27_numbers_beyond_64_bits_and_words_for_numbers(op):
     case = make_case(op, random.Random(5).choice)
@@ -845,10 +856,13 @@ def test_b73_checks_hold_under_dash_o_and_refused_calls_leave_nothing():
 
 def test_b75_a_caller_can_ask_what_an_op_takes():
     assert kc.accepts("int8_linear", "residual", "residual_scale", "convrot_groupsize")
+    assert kc.accepts("int8_linear", "x", "fp16_fallback"), "the public function's own argument"
+    assert not kc.accepts("int8_linear_fp16", "fp16_fallback")
     assert not kc.accepts("int8_linear", "residual", "a_newer_feature")
     assert not kc.accepts("an_op_of_a_newer_version")
     for op in problem_builders():
         assert kc.accepts(op, *optional_arguments(op))
+        assert kc.accepts(op, *inspect.signature(getattr(kc.ops, op)).parameters)
     with pytest.raises(TypeError, match="a_newer_feature"):
         kc.int8_linear(torch.randn(1, 8), torch.zeros(8, 8, dtype=torch.int8), torch.ones(8), a_newer_feature=1)
 

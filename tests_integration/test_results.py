@@ -24,16 +24,8 @@ SPECIAL = ("accuracy", "host_time", "int8_sweep", "awq_sweep", "end_to_end", "te
 # Neighbouring M that may differ by more than STEP in time, each (K, N, M of the second) with its reason.
 STEP = 1.5
 EXPLAINED_STEPS: dict[tuple[int, int, int], str] = {
-    (
-        3072,
-        18432,
-        17,
-    ): "awq: from one kernel to two, with tiles of 32 rows of x; see docs/kernels/awq.md",
-    (
-        3072,
-        18432,
-        129,
-    ): "awq: from one tile of 128 rows of x to two; see docs/kernels/awq.md",
+    (3072, 18432, 129): "awq: from one tile of 128 rows of x to one of 256; see docs/kernels/awq.md",
+    (3072, 18432, 257): "awq: from one tile of 256 rows of x to two, or three of 128; see docs/kernels/awq.md",
 }
 
 

@@ -71,6 +71,7 @@ def main() -> None:
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
         "VIRTUAL_ENV": str(venv),
     }
+    folder = ROOT / "build" / ("wheels-release" if args.archs == "release" else "wheels")  # each stays incremental
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.packages or sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml")):
         start = time.monotonic()
@@ -78,7 +79,7 @@ def main() -> None:
             old.unlink()
         build = subprocess.run(
             ["uv", "build", "--wheel", "--no-build-isolation", "--package", name, "--python", str(venv / "bin/python"),
-             "-C", f"build-dir={ROOT}/build/wheels/{name}-{{wheel_tag}}", "-o", str(args.out)],
+             "-C", f"build-dir={folder}/{name}-{{wheel_tag}}", "-o", str(args.out)],
             cwd=ROOT, env=env, capture_output=True, text=True,
         )  # fmt: skip
         if build.returncode:

@@ -7,8 +7,9 @@
 A page holds ``<!-- table NAME -->`` and, after the table, ``<!-- end -->``. Names: ``int8 CASE`` (means over the announced
 shapes by M), ``int8 CASE PART shapes`` (each shape by M), ``int8 CASE PART few`` (M of at most 64), ``svdquant RANK`` and
 ``awq GROUP`` (means over the shapes by M), both with ``shapes`` behind (each shape by M), ``swiglu`` (means over the announced
-shapes), ``swiglu HxI`` (one hidden and intermediate width), ``quantize`` (shares of the floor), ``accuracy``, ``host_time``,
-``end_to_end PART`` (image, quality, memory, decode, errors) and ``tensor_parallel`` (each format).
+shapes), ``swiglu HxI`` (one hidden and intermediate width), ``volta wmma`` and ``volta torch`` (each shape by M), ``quantize``
+(shares of the floor), ``accuracy``, ``host_time``, ``end_to_end PART`` (image, quality, memory, decode, errors) and
+``tensor_parallel`` (each format).
 """
 
 from __future__ import annotations
@@ -148,6 +149,26 @@ def awq_shapes(group: int) -> str:
     return markdown(["M", *[f"{K}x{N}" for K, N in shapes]], lines)
 
 
+def volta_shapes(case: str) -> str:
+    """Each shape by M: the compiled kernel against fp16 GEMMs (wmma), or the torch path with and without a graph (torch)."""
+    found = {(r["K"], r["N"], r["M"], r["part"]): r for r in load("volta") if r["case"] == case}
+    lines = []
+    for K, N, M in dict.fromkeys(key[:3] for key in found):
+        gemm, linear = found[K, N, M, "gemm"], found[K, N, M, "linear"]
+        if case == "wmma":
+            ratios = [gemm[over] / gemm["us"] for over in ("wmma_fp16_us", "wmma_fp16_one_block_us", "fp16_us")]
+            cells = [f"{gemm['us']:.1f}", *[f"{ratio:.2f}" for ratio in ratios], f"{linear['us']:.1f}"]
+        else:
+            cells = [f"{gemm['eager_us']:.0f}", f"{gemm['fp16_us'] / gemm['eager_us']:.2f}", f"{gemm['us']:.0f}",
+                     f"{linear['eager_us']:.0f}", f"{linear['peak_bytes'] / 2**20:.1f}"]  # fmt: skip
+        lines.append([f"{K} x {N}", str(M), *cells])
+    head = {
+        "wmma": "kernel, us|of plain|of plain, one block|of fp16 `F.linear`|whole linear, us",
+        "torch": "torch path, GEMM, us|of fp16 `F.linear`|in a graph, us|whole linear, us|its peak, MiB",
+    }[case]
+    return markdown(["K x N", "M", *head.split("|")], lines)
+
+
 def host_time() -> str:
     """Microseconds of the host by what is called and M."""
     found = {(r["case"], r["M"]): r for r in load("host_time")}
@@ -280,6 +301,8 @@ def table(name: str) -> str:
         return int8_shapes(*words[1:3]) if words[-1] == "shapes" else int8_means(words[1])
     if words[0] == "svdquant":
         return svdquant_shapes(int(words[1])) if words[-1] == "shapes" else svdquant_means(int(words[1]))
+    if words[0] == "volta":
+        return volta_shapes(words[1])
     if words[0] == "awq":
         return awq_shapes(int(words[1])) if words[-1] == "shapes" else awq_means(int(words[1]))
     if words[0] == "swiglu":

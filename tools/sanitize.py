@@ -2,11 +2,13 @@
 """Runs compute-sanitizer over every kernel instance: the programs packages/*/tests/sanitize_*.cu, each of which needs no torch.
 
     python tools/sanitize.py --build-only              elsewhere: makes build/sanitize/bin/<program>, for an H200
-    python tools/sanitize.py                           on a machine with a GPU: builds what is missing, runs all three tools
+    python tools/sanitize.py                           on a machine with a GPU: builds what is missing, runs all four tools
     python tools/sanitize.py --only quantize --tools memcheck
+    python tools/sanitize.py --jobs 8                  eight runs at a time: the tools keep the host busier than the GPU
+    python tools/sanitize.py --jobs 8 --table          and a table of what was found, for docs/kernels/sanitizer.md
 
 A program names the kernels that it needs in lines "// sources: files", relative to the repository. Objects are those of
-tools/compile_check.py. A tool may take two minutes in all; a line says how long each run took and what it found.
+tools/compile_check.py. A run may take two minutes; a line says how long it took and what it found.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +29,12 @@ import compile_check
 ROOT = Path(__file__).resolve().parent.parent
 BIN = ROOT / "build/sanitize/bin"
 ARCH = "90a"
-SECONDS_A_TOOL = 120
+SECONDS_A_RUN = 120
 TOOLS = {
     "memcheck": ["--leak-check", "no"],
     "racecheck": ["--racecheck-report", "all"],
     "initcheck": [],
+    "synccheck": [],
 }
 
 
@@ -44,7 +48,7 @@ class Report(NamedTuple):
     @property
     def words(self) -> str:
         """The program's own count of cases, and the tool's summary."""
-        found = re.findall(r"^\d+ cases, \d+ failed$|SUMMARY: .*$", self.output, re.MULTILINE)
+        found = re.findall(r"^\d+ cases, .*$|SUMMARY: .*$", self.output, re.MULTILINE)
         return "; ".join(found) or self.output.strip().rpartition("\n")[2]
 
 
@@ -93,22 +97,46 @@ def build(program: Path) -> Path:
     return target
 
 
-def run(program: Path, tool: str, seconds: float) -> Report:
+def run(program: Path, tool: str) -> Report:
     """One program under one tool."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *TOOLS[tool], str(binary(program))]
     start = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 1))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_A_RUN)
         status, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
-        status, output = 124, f"stopped after {seconds:.0f} s\n{(late.stdout or b'').decode()}"
+        status, output = 124, f"stopped after {SECONDS_A_RUN} s\n{(late.stdout or b'').decode()}"
     return Report(binary(program).name, tool, status, time.monotonic() - start, output)
+
+
+def table(reports: list[Report]) -> str:
+    """A row per program, a column per tool: what it found, and in how many seconds."""
+    tools = [tool for tool in TOOLS if any(r.tool == tool for r in reports)]
+    lines = ["| program | cases | " + " | ".join(tools) + " |", "| --- " * (len(tools) + 2) + "|"]
+    for name in dict.fromkeys(r.program for r in reports):
+        mine = {r.tool: r for r in reports if r.program == name}
+        counted = {found for r in mine.values() for found in re.findall(r"^(\d+) cases,", r.output, re.MULTILINE)}
+        cells = [cell(mine[tool]) if tool in mine else "not run" for tool in tools]
+        lines.append(f"| `{name}` | {', '.join(sorted(counted))} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(report: Report) -> str:
+    """What a tool found in one program, in words, and the seconds."""
+    if report.status == 124:
+        return f"not done after {SECONDS_A_RUN} s"
+    found = re.findall(r"SUMMARY: (.*)$", report.output, re.MULTILINE)
+    words = found[-1] if found else f"status {report.status}"
+    words = {"0 hazards displayed (0 errors, 0 warnings)": "0 hazards"}.get(words.strip(" ."), words.strip(" ."))
+    return f"{words}, {report.seconds:.0f} s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="programs whose path holds this word")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=list(TOOLS))
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--table", action="store_true", help="print a table of the results at the end")
     parser.add_argument("--build-only", action="store_true")
     parser.add_argument("--no-build", action="store_true", help="take the binaries that are there")
     args = parser.parse_args()
@@ -122,18 +150,20 @@ def main() -> None:
         return
     if shutil.which("compute-sanitizer") is None:
         sys.exit("no compute-sanitizer on PATH")
-    worst = 0
-    for tool in args.tools:
-        left = SECONDS_A_TOOL
-        for program in found:
-            report = run(program, tool, left)
-            left -= report.seconds
-            worst = max(worst, report.status)
+    reports = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for running in [pool.submit(run, program, tool) for tool in args.tools for program in found]:
+            report = running.result()
+            reports.append(report)
             verdict = "ok" if report.status == 0 else f"status {report.status}"
-            print(f"{tool:10} {report.program:28} {report.seconds:6.1f} s  {verdict}: {report.words}", flush=True)
+            print(
+                f"{report.tool:10} {report.program:28} {report.seconds:6.1f} s  {verdict}: {report.words}", flush=True
+            )
             if report.status:
                 print(report.output[:6000], flush=True)
-    sys.exit(worst)
+    if args.table:
+        print(table(reports))
+    sys.exit(max(report.status for report in reports))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from kitchen_core import explain, simulate
-from kitchen_core.doctor import TYPICAL
+from kitchen_core.typical import typical
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: made by tools/support_table.py -->", "<!-- end of support table -->"
@@ -46,8 +46,22 @@ OPS = {
     "scaled_mm_svdquant_w4a4": "SVDQuant GEMM",
     "awq_linear": "AWQ linear",
 }
-PROBLEM = {"N": 3072, "K": 3072}
-PROBLEMS = {"w4a8_scaled_mm": PROBLEM | {"group": 16, "bits": 4}}
+ROWS = (
+    *range(1, 65),
+    96,
+    128,
+    129,
+    192,
+    256,
+    257,
+    384,
+    512,
+    768,
+    1024,
+    2048,
+    4096,
+    8192,
+)  # between equal ones: the same
 
 
 @contextlib.contextmanager
@@ -63,17 +77,37 @@ def released() -> Iterator[None]:
 
 
 def table() -> str:
-    """The table in markdown: one row per op, one column per kind of GPU, the kernel for M = 4096 in each cell."""
+    """The table in markdown: a row per op, a column per kind of GPU, in each cell the kernels and up to which M each runs."""
     lines = ["| op | " + " | ".join(DEVICES) + " |", "| --- |" + " --- |" * len(DEVICES)]
     with released():
         for op, title in OPS.items():
             cells = []
             for arch, name in DEVICES.values():
                 with simulate(arch, name):
-                    found = explain(op, M=4096, device="cuda:0", **TYPICAL.get(op, PROBLEMS.get(op, PROBLEM)))
-                cells.append("eager" if found.chosen.slow else found.chosen.id.removeprefix("core/"))
+                    cells.append(by_rows(op))
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def by_rows(op: str) -> str:
+    """The kernels that serve a typical layer on the simulated device, each but the last with the M up to which it does."""
+    found = [(ROWS[0], chosen(op, ROWS[0]))]
+    for rows in ROWS[1:]:
+        name = chosen(op, rows)
+        if name != found[-1][1]:
+            low, high = ROWS[ROWS.index(rows) - 1], rows  # the last M of the old kernel is in [low, high)
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if chosen(op, middle) == found[-1][1] else (low, middle)
+            found[-1] = (low, found[-1][1])
+            found.append((rows, name))
+    return "; ".join([*(f"M to {last}: {name}" for last, name in found[:-1]), found[-1][1]])
+
+
+def chosen(op: str, rows: int) -> str:
+    """What runs one call with so many rows, as the table says it."""
+    found = explain(op, device="cuda:0", **typical(op, rows)).chosen
+    return "eager" if found.slow else found.id.removeprefix("core/")
 
 
 def written(text: str) -> str:

@@ -341,11 +341,16 @@ def test_a_group_that_is_no_power_of_4_is_refused_not_dropped(wanted):
         rotation_group(256, wanted)
 
 
-def test_forward_mode_derivatives_are_refused_not_zero():
+def test_forward_mode_derivatives_of_an_op_are_refused_not_zero():
+    """(Of the public linears they are right: test_every_format.py.)"""
     _, codes, scale = layer(8, 64, 0)
     x = torch.randn(3, 64)
+    op = torch.ops.kitchen.int8_linear.default
     with torch.autograd.forward_ad.dual_level(), pytest.raises(InferenceOnlyError):
-        ops.int8_linear(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), codes, scale)
+        op(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), codes, scale)
+    for call in (lambda x: op(x, codes, scale), lambda x: ops.quantize_int8_rowwise(x)[1]):
+        with pytest.raises(InferenceOnlyError):
+            torch.func.jvp(call, (x,), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])

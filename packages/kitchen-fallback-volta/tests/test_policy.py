@@ -316,12 +316,17 @@ def test_a_slow_path_is_told_once_per_device(caplog, monkeypatch, compiled, sett
     assert "switched off by KITCHEN_INT8_FP16_FALLBACK=0" in caplog.records[0].message
 
 
-def test_missing_code_is_told_once_and_the_torch_path_runs(caplog, monkeypatch, not_compiled, setting):
+def test_missing_code_is_told_once_a_device_and_the_torch_path_runs(caplog, monkeypatch, not_compiled, setting):
+    """One lack, one warning, whichever of its ops comes first; another GPU hears of it again."""
     monkeypatch.setattr(registry, "_warned", set())
-    with caplog.at_level(logging.WARNING, "kitchen"), simulate("sm_70"):
-        for m in (1, 2, 3):
-            assert registry.select(problem(M=m)).id == TORCH
-    assert [r.message.count("kitchen-fallback-volta was installed without") for r in caplog.records] == [1]
+    for count, name in ((1, None), (2, "Tesla V100S-PCIE-32GB"), (2, None)):
+        with caplog.at_level(logging.WARNING, "kitchen"), simulate("sm_70", name):
+            for m in (1, 2, 3):
+                assert registry.select(problem(M=m)).id == TORCH
+                assert registry.select(problem("int8_linear", dtype=BF16, M=m)).id == TORCH
+        assert len(caplog.records) == count
+    assert [r.message.count("kitchen-fallback-volta was installed without") for r in caplog.records] == [1, 1]
+    assert all("said once for ops of fallback-volta on this GPU" in r.message for r in caplog.records)
     monkeypatch.setenv("KITCHEN_STRICT", "1")
     with simulate("sm_70"), pytest.raises(UnsupportedError, match="would take the slow path fallback-volta/torch"):
         registry.select(problem())

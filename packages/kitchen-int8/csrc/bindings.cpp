@@ -12,9 +12,9 @@
 #include "int8_gemm/portable.h"
 #include "int8_gemm/sm90/int8_gemm.h"
 #include "int8_gemm/sm90/int8_swiglu.h"
-#include "kitchen/bench/yardstick.h"
+#include "kitchen/bench/bind_yardstick.h"
 #include "kitchen/host/device.h"
-#include "quantize_int8_rowwise/quantize_int8_rowwise.h"
+#include "quantize_int8_rowwise/quantize_arguments.h"
 #include "quantize_int8_tensorwise/quantize_int8_tensorwise.h"
 
 namespace py = pybind11;
@@ -31,38 +31,13 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-int8::QuantizeParams quantize_params(uintptr_t x, int64_t x_row_stride, int dtype, uintptr_t codes, uintptr_t scales, int64_t M,
-                                     int64_t K, int group, int act, uintptr_t act_weight, int act_weight_dtype, float act_eps,
-                                     uint64_t seed) {
-  host::require(M >= 0 && K >= 1 && K < (int64_t{1} << 30), "quantize_int8_rowwise: K must be in 1 .. 2^30 - 1");
-  const bool power_of_4 = group == 0 || group == 4 || group == 16 || group == 64 || group == 256 || group == 1024 || group == 4096;
-  host::require(power_of_4 && (group == 0 || K % group == 0), "quantize_int8_rowwise: the group must be 0 or 4, 16, .. 4096 and divide K");
-  host::require(dtype >= 0 && dtype <= 2 && act_weight_dtype >= 0 && act_weight_dtype <= 2, "quantize_int8_rowwise: unknown dtype");
-  host::require(act >= 0 && act <= 4, "quantize_int8_rowwise: unknown activation");
-  int8::QuantizeParams p = {};
-  p.x = pointer<const void>(x);
-  p.x_row_stride = x_row_stride;
-  p.act_weight = pointer<const void>(act_weight);
-  p.codes = pointer<int8_t>(codes);
-  p.scales = pointer<float>(scales);
-  p.M = M;
-  p.K = static_cast<int>(K);
-  p.group = group;
-  p.act_eps = act_eps;
-  p.dtype = static_cast<DType>(dtype);
-  p.act_weight_dtype = static_cast<DType>(act_weight_dtype);
-  p.act = static_cast<quant::InputAct>(act);
-  p.seed = seed;
-  return p;
-}
-
 void bind_quantize(py::module_& m) {
   m.def(
       "quantize_int8_rowwise",
       [](uintptr_t x, int64_t x_row_stride, int dtype, uintptr_t codes, uintptr_t scales, int64_t M, int64_t K, int group, int act,
          uintptr_t act_weight, int act_weight_dtype, float act_eps, uint64_t seed, int device, uintptr_t stream,
          const std::optional<Plan>& plan) {
-        const auto p = quantize_params(x, x_row_stride, dtype, codes, scales, M, K, group, act, act_weight, act_weight_dtype, act_eps, seed);
+        const auto p = int8::quantize_params(x, x_row_stride, dtype, codes, scales, M, K, group, act, act_weight, act_weight_dtype, act_eps, seed);
         int8::QuantizePlan forced = {};
         if (plan) forced = {std::get<0>(*plan), std::get<1>(*plan), std::get<2>(*plan), std::get<3>(*plan), std::get<4>(*plan)};
         int8::quantize_int8_rowwise(p, plan ? &forced : nullptr, device, reinterpret_cast<cudaStream_t>(stream));
@@ -75,7 +50,7 @@ void bind_quantize(py::module_& m) {
       "quantize_plan",
       [](uintptr_t x, int64_t x_row_stride, int dtype, uintptr_t codes, int64_t M, int64_t K, int group, int act, uint64_t seed,
          int sm_count, bool has_clusters, int smem_per_cta, int smem_per_sm) {
-        const auto p = quantize_params(x, x_row_stride, dtype, codes, 0, M, K, group, act, 0, 0, 0.0f, seed);
+        const auto p = int8::quantize_params(x, x_row_stride, dtype, codes, 0, M, K, group, act, 0, 0, 0.0f, seed);
         const auto plan = int8::choose_plan(p, {sm_count, has_clusters, smem_per_cta, smem_per_sm});
         return Plan(plan.tiles, plan.warps, plan.cluster, plan.ctas_per_sm, plan.special);
       },
@@ -272,7 +247,7 @@ void bind_decode_sm90(py::module_& m) {
          uintptr_t residual, uintptr_t residual_scale, int residual_scale_type, int residual_scale_stride, uintptr_t out, int out_type,
          uintptr_t workspace, const std::optional<FewRowsPlan>& plan, int device, uintptr_t stream) {
         const uintptr_t scales = workspace + M * K;
-        auto quantizer = quantize_params(x, x_row_stride, dtype, workspace, scales, M, K, group, act, act_weight, act_weight_dtype, act_eps, 0);
+        auto quantizer = int8::quantize_params(x, x_row_stride, dtype, workspace, scales, M, K, group, act, act_weight, act_weight_dtype, act_eps, 0);
         auto gemm = gemm_params(M, N, K, workspace, scales, b, b_scale, b_scale_stride, bias, bias_type, residual, residual_scale,
                                 residual_scale_type, residual_scale_stride, out, out_type);
         // Each waits for the kernel in front before it reads or writes, weights apart, and lets the next start only then.
@@ -359,7 +334,7 @@ void bind_swiglu(py::module_& m) {
          uintptr_t b_scale, int b_scale_stride, uintptr_t bias, int bias_type, uintptr_t out, int out_type, uintptr_t workspace,
          int device, uintptr_t stream) {
         const uintptr_t scales = workspace + M * K;
-        auto quantizer = quantize_params(x, x_row_stride, dtype, workspace, scales, M, K, group, 0, 0, 0, 0.0f, 0);
+        auto quantizer = int8::quantize_params(x, x_row_stride, dtype, workspace, scales, M, K, group, 0, 0, 0, 0.0f, 0);
         auto gemm = swiglu_params(M, I, K, workspace, K, scales, b, b_pitch, b_scale, b_scale_stride, bias, bias_type, out, out_type);
         // As in int8_linear_sm90: each waits for the kernel in front, weights apart, and lets the next start only then.
         quantizer.programmatic_launch = gemm.programmatic_launch = gemm.weights_early = true;
@@ -387,11 +362,7 @@ void bind_yardsticks(py::module_& m) {
     bench::yardstick_expand(pointer<const void>(source), pointer<void>(target), source_bytes, ratio,
                             host::attribute(cudaDevAttrMultiProcessorCount, device), reinterpret_cast<cudaStream_t>(stream));
   });
-  m.def("yardstick_read", [](uintptr_t source, int64_t bytes, uintptr_t sink, int device, uintptr_t stream) {
-    host::DeviceGuard guard(device);
-    bench::yardstick_read(pointer<const void>(source), bytes, pointer<void>(sink),
-                          host::attribute(cudaDevAttrMultiProcessorCount, device), reinterpret_cast<cudaStream_t>(stream));
-  });
+  bench::bind_yardstick_read(m);
 }
 
 }  // namespace

@@ -9,48 +9,19 @@
 #include <vector>
 
 #include "int8_gemm/sm90/int8_gemm.h"
-#include "kitchen/host/check.h"
+#include "kitchen/testing/device_array.h"
 
 namespace sanitize {
 
 using namespace kitchen;
 
-inline uint32_t next_random() {
-  static uint32_t state = 1;
-  return state = state * 1664525u + 1013904223u, state >> 8;
-}
-
-// An allocation that ends with the array, so that reads and writes beyond it are found.
-template <class T>
-struct DeviceArray {
-  T* data = nullptr;
-  size_t count;
-  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
-    host::check(cudaMemcpy(data, host.data(), count * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  explicit DeviceArray(size_t size) : count(size) {
-    host::check(cudaMalloc(&data, size * sizeof(T)), "cudaMalloc");
-  }  // not set
-  ~DeviceArray() { cudaFree(data); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  std::vector<T> read() const {
-    std::vector<T> host(count);
-    host::check(cudaMemcpy(host.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return host;
-  }
-};
+using testing::DeviceArray, testing::next_random, testing::random_floats;
 
 // Rows `pitch` bytes apart, the last one ending the array.
 inline std::vector<int8_t> random_codes(int rows, int K, int pitch) {
   std::vector<int8_t> codes(static_cast<size_t>(rows - 1) * pitch + K);
   for (auto& code : codes) code = static_cast<int8_t>(next_random());
   return codes;
-}
-inline std::vector<float> random_floats(int count) {
-  std::vector<float> values(count);
-  for (auto& value : values) value = (static_cast<int>(next_random() % 2001) - 1000) / 1024.0f;
-  return values;
 }
 
 // Operands of one GEMM with bias, float32 out; the residual and its scale are used where asked for.

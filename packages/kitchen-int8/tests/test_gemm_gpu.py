@@ -13,6 +13,8 @@ from kitchen_core import ops, trace, use
 from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.reference.int8 import int8_scaled_mm as reference
 from kitchen_core.testing import assert_equal, expect_kernel
+from kitchen_core.testing.operands import random_codes, random_floats
+from kitchen_core.testing.operands import scaled_mm_operands as problem
 from kitchen_int8 import _gemm
 from kitchen_int8._extension import EXTENSION
 
@@ -29,30 +31,6 @@ M_VALUES = (1, 2, 7, 16, 17, 33, 64, 97, 300, 1000)
 N_VALUES = (1, 7, 40, 130, 3072, 22473)
 K_VALUES = (1, 7, 16, 32, 100, 384, 3072, 12288)
 ON_CPU = 2e7  # multiplications: below, the reference runs on the CPU
-
-
-def random_codes(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8, device="cuda")
-
-
-def random_floats(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-
-def problem(M, N, K, out_dtype=torch.bfloat16, *, bias=None, residual=False, scale=None, scalar=False, seed=0) -> list:
-    """Arguments of int8_scaled_mm. ``bias`` is a dtype or None; ``scale``, of the residual, None, "one" or "columns"."""
-    return [
-        random_codes(M, K, seed),
-        random_floats(M, 1, seed=seed + 1).abs() / K**0.5,
-        random_codes(N, K, seed + 2),
-        random_floats(1 if scalar else N, 1, seed=seed + 3).abs() + 0.01,
-        None if bias is None else random_floats(N, dtype=bias, seed=seed + 4),
-        out_dtype,
-        random_floats(M, N, dtype=out_dtype, seed=seed + 5) if residual else None,
-        None if scale is None else random_floats(1 if scale == "one" else N, seed=seed + 6),
-    ]
 
 
 def expected(arguments: list) -> torch.Tensor:

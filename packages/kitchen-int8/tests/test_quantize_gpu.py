@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kitchen_core.arithmetic import apply_input_act, hadamard_rotate
+from kitchen_core.arithmetic import apply_input_act, hadamard_rotate, input_width
 from kitchen_core.arithmetic import quantize_rowwise as reference_rowwise
 from kitchen_int8 import _quantize
 
@@ -95,7 +95,7 @@ def test_persistent_grid_walks_over_all_rows():
     [(768, 256), (3072, 0), (3072, 256), (12288, 256), (384, 64), (100, 4), (20480, 256), (4096, 4096)],
 )
 def test_activation_is_within_a_step(act, dtype, K, group):
-    width = 2 * K if act in _quantize.PAIR_ACTS else K
+    width = input_width(K, act)
     for M in (1, 40):
         x = torch.randn(M, width, generator=torch.Generator().manual_seed(M)).to(dtype).cuda()
         weight = None

@@ -27,6 +27,8 @@ from kitchen_core.testing import (
     tolerance,
     unit_roundoff,
 )
+from kitchen_core.testing.operands import random_codes as codes_of
+from kitchen_core.testing.operands import random_floats as randn
 from kitchen_int8 import _swiglu, pack_gate_up
 from kitchen_int8._extension import EXTENSION
 from kitchen_int8.kernels import provider
@@ -38,15 +40,6 @@ KERNEL = "int8/swiglu_sm90"
 VARIANTS = 6  # tiles of int8_gemm/sm90/int8_swiglu.cu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BIASES = (None, FP32, FP16, BF16)
-
-
-def randn(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
-
-
-def codes_of(rows: int, columns: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8, device="cuda")
 
 
 def problem(M: int, I: int, K: int, *, bias: torch.dtype | None = None, scalar: bool = False, seed: int = 0) -> list:

@@ -4,6 +4,7 @@ more. ``kitchen --help`` imports neither torch nor any plug-in's heavy module.""
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -38,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. A KitchenError is shown as one message, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show becomes an escape, not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -82,18 +86,39 @@ def _doctor(options: argparse.Namespace) -> int:
 def _add_explain(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "explain", help="which kernel would run one op, and why the others would not",
-        description="kitchen explain int8_linear -M 1 -N 3072 -K 3072 --as sm_90",
+        description="Ask every kernel of one op about one call, and show each answer. Nothing is run. What is not given is "
+        "taken from a typical layer and said. Exit code 1: no kernel can run the call.",
+        epilog="example: kitchen explain int8_linear -M 4096 -N 12288 -K 3072 --as sm_90",
     )  # fmt: skip
-    parser.add_argument("op")
-    for name, default in (("M", 1), ("N", 3072), ("K", 3072)):
-        parser.add_argument(f"-{name}", type=int, default=default)
-    for name, meaning in (("group", "quantization group"), ("rotation", "ConvRot group"), ("rank", "low-rank branch")):
-        parser.add_argument(f"--{name}", type=int, default=0, help=meaning)
-    parser.add_argument("--bits", type=int, default=8, help="bits per weight")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "float16", "bfloat16"))
-    parser.add_argument("--option", action="append", default=[], help="bias, residual, input_act=swiglu, ...")
+    parser.add_argument("op", help="an op of torch.ops.kitchen, such as int8_linear, w4a8_linear, awq_linear")
+    number = {"type": _count, "metavar": "NUMBER"}
+    parser.add_argument("-M", "--m", dest="M", help="rows of x: batch times sequence", **number)
+    parser.add_argument("-N", "--n", dest="N", help="out features", **number)
+    parser.add_argument("-K", "--k", dest="K", help="in features", **number)
+    parser.add_argument("--group", help="columns of a weight that share a scale; 0: the whole row", **number)
+    parser.add_argument("--rotation", help="columns of a ConvRot group; 0: not rotated", **number)
+    parser.add_argument("--rank", help="of the low-rank branch; 0: none", **number)
+    parser.add_argument("--bits", help="bits per weight", **number)
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="of the float operands and the output"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="bias, residual, input_act=swiglu, ...; may be repeated",
+    )
     _add_device_options(parser)
     parser.set_defaults(func=_explain)
+
+
+def _count(text: str) -> int:
+    """A number of rows, columns or bits."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {number}")
+    return number
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -101,17 +126,26 @@ def _explain(options: argparse.Namespace) -> int:
 
     from . import doctor
     from .explanation import explain
+    from .typical import typical
 
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    fields = typical(options.op, M=1, dtype=dtype)
+    asked = {name: getattr(options, name) for name in ("M", "N", "K", "group", "rotation", "rank", "bits")}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    assumed = [f"{name}={fields[name]}" for name in ("M", "N", "K", "group", "rotation", "rank", "bits")
+               if fields.get(name) and name not in asked]  # fmt: skip
+    assumed += [] if options.dtype else ["bfloat16"]
+    words = tuple(sorted({*fields.pop("options", ()), *options.option}))
     with doctor.pretend(options.simulate, options.name) as device:
-        result = explain(
-            options.op, M=options.M, N=options.N, K=options.K, dtype=getattr(torch, options.dtype), device=device,
-            group=options.group, rotation=options.rotation, rank=options.rank, bits=options.bits,
-            options=tuple(sorted(options.option)),
-        )  # fmt: skip
+        if device == "cpu":
+            assumed.append("the CPU (torch sees no GPU here; --as sm_90 pretends to have one)")
+        result = explain(options.op, **{**fields, **asked, "options": words, "device": device})
         if options.json:
-            print(json.dumps(doctor.explanation_as_dict(result), indent=2))
+            print(json.dumps({**doctor.explanation_as_dict(result), "assumed": assumed}, indent=2))
         else:
             print(result)
+            if assumed:
+                print(f"  assumed, as not given: {', '.join(assumed)}")
     return 0 if result.chosen is not None else EXIT_PROBLEM
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -16,22 +17,12 @@ import torch
 from . import plugins as plugin_registry
 from .abi import KITCHEN_ABI
 from .devices import DeviceFacts, device_facts, simulate, simulating
+from .errors import UnsupportedError
 from .explanation import explain
 from .ops._define import problem_builders
 from .registry import Explanation, load_providers
+from .typical import TYPICAL_M, typical
 
-# One call per op that stands for its use in a model, by the fields of a Problem.
-_LAYER = {"N": 3072, "K": 3072}
-TYPICAL = {
-    "int8_linear": {**_LAYER, "rotation": 256},
-    "int8_linear_fp16": {**_LAYER, "rotation": 256},
-    "int8_swiglu_mlp": {**_LAYER, "rotation": 256},
-    "w4a8_linear": {**_LAYER, "rotation": 256, "group": 16, "bits": 4},
-    "svdquant_linear": {**_LAYER, "rank": 32, "group": 64, "bits": 4},
-    "awq_linear": {**_LAYER, "group": 64, "bits": 4},
-    "quantize_and_rotate_rowwise": {"K": 3072, "rotation": 256, "out_dtype": torch.int8},
-}
-TYPICAL_M = (1, 4096)
 _TENSOR_CORES = ("int8", "fp16", "bf16", "fp8", "int4")
 
 
@@ -39,6 +30,10 @@ _TENSOR_CORES = ("int8", "fp16", "bf16", "fp8", "int4")
 def pretend(arch: str | None, name: str | None = None) -> Iterator[str]:
     """The device to explain for: the pretended GPU where ``arch`` is given, else the first real one, else the CPU."""
     if arch is None:
+        if name is not None:
+            raise UnsupportedError(
+                f"--name {name!r} names a pretended GPU; give its architecture too, such as --as sm_75"
+            )
         yield "cuda:0" if torch.cuda.is_available() else "cpu"
         return
     with simulate(arch, name):
@@ -61,11 +56,30 @@ def examine(arch: str | None = None, name: str | None = None) -> dict[str, Any]:
     report["problems"] += [
         f"plug-in {p['name']} ({p['distribution']}): {p['error']}" for p in report["plugins"] if p["error"]
     ]
+    report["problems"] += [
+        f"KITCHEN_PLUGINS names {name}, and no plug-in or distribution here is called so; only what it names is used"
+        for name in plugin_registry.unknown_names()
+    ]
+    report["problems"] += [
+        problem for device in report["devices"] if (problem := _torch_lacks(device["facts"]["arch"]))
+    ]
     if shutil.which("nvidia-smi") and not torch.cuda.is_available():
         report["problems"].append(
             "nvidia-smi is here but torch sees no GPU: this torch is a CPU build, or its CUDA is newer than the driver"
         )
     return report
+
+
+def _torch_lacks(arch: str) -> str | None:
+    """What to say where this torch holds no code for a GPU: then nothing runs there, whatever kitchen has."""
+    built = [(kind, int(sm)) for kind, sm in re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))]
+    if not built or not arch.startswith("sm_"):
+        return None
+    sm = int(arch.removeprefix("sm_"))
+    if any(at <= sm and (kind == "compute" or at // 10 == sm // 10) for kind, at in built):
+        return None
+    have = ", ".join(torch.cuda.get_arch_list())
+    return f"torch {torch.__version__} has no code for {arch}, only for {have}: nothing runs on that GPU with it"
 
 
 def _versions() -> dict[str, str]:
@@ -111,8 +125,7 @@ def _device(device: str) -> dict[str, Any]:
     facts = device_facts(device)
     ops = {}
     for op in sorted(problem_builders()):
-        fields = TYPICAL.get(op, _LAYER)
-        found = {m: explain(op, M=m, device=device, **fields) for m in TYPICAL_M}
+        found = {m: explain(op, device=device, **typical(op, m)) for m in TYPICAL_M}
         ops[op] = {f"M={m}": explanation_as_dict(e) for m, e in found.items()}
     return {"device": device, "facts": _facts(facts), "ops": ops}
 
@@ -169,21 +182,39 @@ def _render_device(device: dict[str, Any]) -> list[str]:
     if facts["arch"].startswith("sm_"):
         cores = ", ".join(facts["tensor cores"]) or "none"
         lines.append(f"  tensor cores: {cores}; driver supports CUDA {facts['driver supports CUDA'] or 'unknown'}")
+    lines.append(f"  for {_typical_words()}; other sizes: kitchen explain OP -M ... -N ... -K ...")
     said: set[str] = set()
     for op, cases in device["ops"].items():
         chosen = {m: f"{case['chosen']}{_remark(device, m, case)}" for m, case in cases.items()}
         what = chosen["M=1"] if len(set(chosen.values())) == 1 else ", ".join(f"{m}: {k}" for m, k in chosen.items())
         lines.append(f"  {op:30} {what}")
-        reasons: dict[str, list[str]] = {}
-        for candidate in cases["M=1"]["candidates"]:
-            if candidate["reason"] and not candidate["reason"].startswith("composes"):
-                reasons.setdefault(candidate["reason"], []).append(candidate["kernel"])
+        reasons = _reasons(cases)
         for reason, kernels in reasons.items():
             head, colon, _ = reason.partition(":")
             short = f"{head} (see above)" if colon and reason in said else reason
             lines.append(f"      {', '.join(kernels)}: {short}")
         said.update(reasons)
     return lines
+
+
+def _typical_words() -> str:
+    sizes = typical("int8_linear", M=1)
+    return f"a layer of N={sizes['N']}, K={sizes['K']}, bfloat16, at {' and '.join(f'M={m}' for m in TYPICAL_M)}"
+
+
+def _reasons(cases: dict[str, Any]) -> dict[str, list[str]]:
+    """Reason -> the kernels that have it, each with its M where not every M has that answer."""
+    answers: dict[str, dict[str, list[str]]] = {}  # kernel -> reason -> Ms
+    for m, case in cases.items():
+        for candidate in case["candidates"]:
+            reason = candidate["reason"]
+            if reason and not reason.startswith("composes"):
+                answers.setdefault(candidate["kernel"], {}).setdefault(reason, []).append(m)
+    reasons: dict[str, list[str]] = {}
+    for kernel, found in answers.items():
+        for reason, ms in found.items():
+            reasons.setdefault(reason, []).append(kernel if len(ms) == len(cases) else f"{kernel} at {', '.join(ms)}")
+    return reasons
 
 
 def _remark(device: dict[str, Any], m: str, case: dict[str, Any]) -> str:

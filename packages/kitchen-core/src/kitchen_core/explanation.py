@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
+from . import ops
 from .errors import UnsupportedError
 from .ops._define import problem_builders
 from .registry import Explanation, Problem, explain_problem
@@ -35,10 +37,15 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 def accepts(op: str, *arguments: str) -> bool:
     """Whether this version has an op of this name that takes all these arguments, by name.
 
-    For callers that are updated apart from kitchen: ask before passing a newer argument. Which values and devices are
-    taken is what ``explain`` answers.
+    The op is ``kitchen_core.<op>`` (or ``torch.ops.kitchen.<op>``, which takes the same arguments but for a caller's word
+    such as ``fp16_fallback``). For callers that are updated apart from kitchen: ask before passing a newer argument. Which
+    values and devices are taken is what ``explain`` answers.
     """
     if op not in problem_builders():
         return False
     schema = getattr(torch.ops.kitchen, op).default._schema
-    return set(arguments) <= {argument.name for argument in schema.arguments}
+    taken = {argument.name for argument in schema.arguments}
+    public = getattr(ops, op, None)
+    if public is not None:
+        taken |= set(inspect.signature(public).parameters)
+    return set(arguments) <= taken

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
 
 from . import _overrides
+from ._environment import is_on
 from ._overrides import override
 from .errors import NonFiniteError
 from .registry import Kernel, Problem
 
-_checking: ContextVar[bool] = ContextVar("kitchen_check_finite", default=os.environ.get("KITCHEN_CHECK_FINITE") == "1")
+_ALWAYS = is_on("KITCHEN_CHECK_FINITE")
+_checking: ContextVar[bool] = ContextVar("kitchen_check_finite", default=_ALWAYS)
 
-if _checking.get():  # for the whole process: calls never take the short way, which does not look at results
+if _ALWAYS:  # for the whole process: calls never take the short way, which does not look at results
     _overrides.depth += 1
 
 

@@ -76,6 +76,11 @@ class Format:
         return cls.quantize(weight, config, seed=seed)
 
     @classmethod
+    def stored(cls, tensors: Tensors, config: Any) -> tuple[Tensors, Any]:
+        """Tensors and config as they are saved. A format with a resident layout, which lives in memory only, undoes it here."""
+        return tensors, config
+
+    @classmethod
     def dequantize(cls, tensors: Tensors, config: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight [N, K] in the basis of x, computed in fp32 and rounded once."""
         raise NotImplementedError

@@ -114,9 +114,34 @@ class QuantizedLinear(nn.Linear):
             self._parameters[key].data = tensor.to(self._parameters[key].device)
         return self
 
+    def relay_(self, tensors: Tensors, config: Any) -> QuantizedLinear:
+        """For formats with a resident layout: hold the same weight as these tensors."""
+        for spec in self.format.tensors:
+            tensor = tensors.get(spec.name)
+            if tensor is None:
+                self._parameters.pop(spec.key, None)
+            elif tensor is not self._parameters.get(spec.key):
+                self._parameters[spec.key] = nn.Parameter(tensor, requires_grad=False)
+        self.config = config
+        return self
+
+    def _stored(self) -> tuple[Tensors, Any]:
+        """The tensors by key and the config, as they are saved."""
+        tensors, config = self.format.stored(self.inner(), self.config)
+        return self.format.state_dict(tensors), config
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """What is stored, in whatever layout it is held here."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        tensors, config = self._stored()
+        if config != self.config:
+            destination.update({prefix + key: tensor.detach() for key, tensor in tensors.items()})
+
     def __getstate__(self) -> dict[str, Any]:
-        present, hidden = hide_float8({k: p for k, p in self._parameters.items() if p is not None})
-        return {**self.__dict__, "_parameters": {**self._parameters, **present}, "_hidden_float8": hidden}
+        tensors, config = self._stored()
+        held = self._parameters if config == self.config else {**self._parameters, **tensors}
+        present, hidden = hide_float8({k: p for k, p in held.items() if p is not None})
+        return {**self.__dict__, "config": config, "_parameters": {**held, **present}, "_hidden_float8": hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         hidden = state.pop("_hidden_float8")
@@ -163,7 +188,10 @@ class QuantizedLinear(nn.Linear):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        """Accept every spelling and packing that the format reads; refuse a marker that says another config."""
+        """Accept every spelling and packing that the format reads; refuse a marker that says another config. A weight in a
+        resident layout is held as stored from then on.
+        """
+        self.relay_(*self.format.stored(self.inner(), self.config))
         found = self.format.from_state_dict(state_dict, prefix)
         for spec in self.format.tensors:
             for key in (spec.key, *spec.aliases):

@@ -94,6 +94,13 @@ def is_excluded(group: str, name: str) -> bool:
     return any(entry.name == name and not _allowed(entry) for entry in entry_points(group=group))
 
 
+def unknown_names() -> list[str]:
+    """What KITCHEN_PLUGINS names and nothing that is installed is called."""
+    names = {name.strip() for name in os.environ.get("KITCHEN_PLUGINS", "").split(",")} - {"", "kitchen-core"}
+    entries = [entry for group in GROUPS for entry in entry_points(group=group)]
+    return sorted(names - {e.name for e in entries} - {e.dist.name for e in entries if e.dist is not None})
+
+
 @cache
 def plugins(group: str) -> dict[str, Plugin]:
     """Plug-ins of a group by name, in the order of their names. Imports none of them."""

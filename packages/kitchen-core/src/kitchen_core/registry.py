@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from . import plugins as plugin_registry
+from ._environment import is_on
 from ._overrides import override
 from .abi import KITCHEN_ABI
 from .devices import DeviceFacts, device_facts, simulating
@@ -132,7 +133,7 @@ class Explanation:
 _lock = threading.RLock()
 _kernels: dict[str, tuple[Kernel, ...]] = {}  # replaced, never mutated: readers need no lock
 _selected: dict[tuple, Kernel] = {}  # by Problem, and by the signature of a call (ops/_define.py)
-_warned: set[tuple[str, str, str]] = set()
+_warned: set[tuple[str, str]] = set()  # (what, GPU), see _tell_if_slow
 _providers_loaded = False
 _forced: ContextVar[tuple[str, ...]] = ContextVar("kitchen_forced_kernels", default=())
 _anew: ContextVar[bool] = ContextVar("kitchen_choose_anew", default=False)
@@ -277,19 +278,23 @@ def _forced_by_environment(op: str) -> tuple[str, ...]:
 
 
 def _tell_if_slow(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> None:
-    """Once per op, kernel and GPU: say that a slow path runs, and why. KITCHEN_STRICT=1 makes it an error."""
+    """Say once that a slow path runs, and why: of the reference once per op and GPU; of a provider's slow kernels once per
+    GPU, since they stand for one lack that the first message names. KITCHEN_STRICT=1 makes it an error.
+    """
     if not kernel.slow or facts.kind == "cpu":
         return
-    if os.environ.get("KITCHEN_STRICT") == "1":
+    if is_on("KITCHEN_STRICT"):
         raise UnsupportedError(
             f"KITCHEN_STRICT=1 and {problem.op} would take the slow path {kernel.id}:\n{explain_problem(problem)}"
         )
-    key = (problem.op, kernel.id, facts.name)
+    one_op = kernel.provider == "core"
+    key = (problem.op if one_op else kernel.provider, facts.name)
     with _lock:
         if key in _warned:
             return
         _warned.add(key)
-    log.warning("kitchen: a slow path is taken, said once:\n%s", explain_problem(problem))
+    told = "an op" if one_op else f"ops of {kernel.provider} on this GPU"
+    log.warning("kitchen: a slow path is taken, said once for %s:\n%s", told, explain_problem(problem))
 
 
 def explain_problem(problem: Problem) -> Explanation:

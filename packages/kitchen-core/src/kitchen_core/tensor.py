@@ -87,6 +87,14 @@ class QuantizedTensor(torch.Tensor):
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
 
+    def relay_(self, tensors: Tensors, config: Any) -> QuantizedTensor:
+        """For formats with a resident layout: hold the same weight as these tensors, in place for whoever has this object."""
+        for name in self._tensors.keys() - tensors.keys():
+            delattr(self, name)
+        self.config = config
+        self._hold(tensors)
+        return self
+
     @property
     def nbytes(self) -> int:
         """Bytes of all stored tensors."""
@@ -97,7 +105,7 @@ class QuantizedTensor(torch.Tensor):
         if self.transposed:
             raise FormatError("a transposed view cannot be saved; save the weight that it is a view of")
         layer = prefix.removesuffix("weight")
-        return self._format.state_dict(self.inner(), layer)
+        return self._format.state_dict(self._format.stored(self.inner(), self.config)[0], layer)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense weight, rounded once to ``dtype`` (its own where None)."""
@@ -188,9 +196,10 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        config = dataclasses.asdict(self.config)
+        stored, config = self._format.stored(self.inner(), self.config)
+        config = dataclasses.asdict(config)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        tensors, hidden = hide_float8(self.inner())
+        tensors, hidden = hide_float8(stored)
         return _rebuild, (self._format.name, config, tensors, hidden, self.dtype, self.transposed, is_parameter)
 
     def share_memory_(self) -> QuantizedTensor:

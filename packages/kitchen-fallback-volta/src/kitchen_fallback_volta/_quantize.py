@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kitchen_core.arithmetic import input_width
-from kitchen_core.launch import DTYPE_CODES, current_stream
+from kitchen_core.launch import launch_quantize_rowwise
 
 from ._extension import EXTENSION
 
-ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}
 MAX_GROUP = 4096  # larger rotation groups stay with the eager path
 MAX_COLUMNS = 2**30 - 1
 MAX_ROWS = 2**31 - 1
@@ -23,26 +21,10 @@ def quantize_rowwise(
     input_act_eps: float = 0.0,
     seed: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] (or [..., 2K]) on a CUDA device -> int8 codes [..., K] and fp32 scales [..., 1].
-
-    Any row stride is read in place; a last dim that is not contiguous is copied first.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
-    features = rows.shape[1] // input_width(1, input_act)
-    codes = torch.empty((*x.shape[:-1], features), dtype=torch.int8, device=x.device)
-    scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
-    weight = weight_dtype = 0
-    if input_act == "rms_norm":
-        input_act_weight = input_act_weight.contiguous()
-        weight, weight_dtype = input_act_weight.data_ptr(), DTYPE_CODES[input_act_weight.dtype]
-    EXTENSION.module.quantize_int8_rowwise(
-        rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], codes.data_ptr(), scales.data_ptr(), rows.shape[0], features,
-        convrot_groupsize, ACT_CODES[input_act], weight, weight_dtype, input_act_eps, seed, x.device.index,
-        current_stream(x.device.index),
-    )  # fmt: skip
-    return codes, scales
+    """``launch_quantize_rowwise`` by this package's kernel."""
+    return launch_quantize_rowwise(
+        EXTENSION.module, x, convrot_groupsize, input_act, input_act_weight, input_act_eps, seed
+    )
 
 
 def quantize_int8_rowwise(x: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

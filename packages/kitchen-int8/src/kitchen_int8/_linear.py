@@ -6,11 +6,10 @@ from functools import lru_cache
 
 import torch
 
-from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
+from kitchen_core.launch import ACT_CODES, DTYPE_CODES, current_stream, pointer
 
 from ._extension import EXTENSION
 from ._gemm import DecodePlan, add_other_residual, packed_rows
-from ._quantize import ACT_CODES
 
 
 def decode_linear(*arguments) -> torch.Tensor:

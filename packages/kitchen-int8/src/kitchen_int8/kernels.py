@@ -89,23 +89,23 @@ def _swiglu_supports(problem: Problem, facts: DeviceFacts) -> str | None:
 
 def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     """Where the portable kernel, which splits K over the chip, beats wgmma tiles: measured on an H200, 2026-11-30."""
-    if problem.M > FEW_ROWS:
-        return f"for M of at most {FEW_ROWS}, the call has {problem.M}"
-    return _portable_gemm_supports("sm80", problem, facts)
+    return _portable_gemm_supports("sm80", problem, facts) or _too_many_rows(problem, FEW_ROWS)
 
 
 def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    if problem.M > DECODE_ROWS:
-        return f"for M of at most {DECODE_ROWS}, the call has {problem.M}"
-    if problem.K % 16:
+    reason = _portable_gemm_supports("sm80", problem, facts) or _too_many_rows(problem, DECODE_ROWS)
+    if reason is None and problem.K % 16:
         return f"reads 16 bytes at a time, so K must be a multiple of 16; the call has {problem.K}"
-    return _portable_gemm_supports("sm80", problem, facts)
+    return reason
 
 
 def _decode_sm90_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    if problem.M > DECODE_SM90_ROWS:
-        return f"for M of at most {DECODE_SM90_ROWS}, the call has {problem.M}"
-    return _hopper_gemm_supports(problem, facts)
+    return _hopper_gemm_supports(problem, facts) or _too_many_rows(problem, DECODE_SM90_ROWS)
+
+
+def _too_many_rows(problem: Problem, most: int) -> str | None:
+    """Said last: what the device lacks, more rows or fewer would not mend."""
+    return None if most >= problem.M else f"for M of at most {most}, the call has {problem.M}"
 
 
 def _decode_linear_supports(problem: Problem, facts: DeviceFacts) -> str | None:

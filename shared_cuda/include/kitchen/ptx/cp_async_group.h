@@ -1,12 +1,9 @@
-// Asynchronous copies in groups, for a ring of shared-memory stages: sm_80 and later.
+// Asynchronous copies in groups, for a ring of shared-memory stages: sm_80 and later. Earlier chips may include this, for skeletons that
+// have other kernels too, and call nothing of it: ptxas refuses the instructions. They stage in registers (gemm/gemm_sm75.cuh).
 // PTX ISA: https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async
 #pragma once
 
 #include <cstdint>
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "kitchen/ptx/cp_async_group.h: cp.async needs sm_80; earlier chips stage in registers (gemm/gemm_sm75.cuh)"
-#endif
 
 namespace kitchen::ptx {
 

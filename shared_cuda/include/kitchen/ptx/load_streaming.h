@@ -20,4 +20,22 @@ __device__ __forceinline__ uint4 load_streaming_16_or_zeros(const void* global, 
   return words;
 }
 
+// The same of 8 bytes and of one, kept in L1: neighbouring ones may follow.
+__device__ __forceinline__ uint2 load_readonly_8_or_zeros(const void* global, bool valid) {
+  uint2 words;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\tmov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\t"
+      "@p ld.global.nc.v2.u32 {%0, %1}, [%2];\n\t}"
+      : "=&r"(words.x), "=&r"(words.y)
+      : "l"(global), "r"(static_cast<int>(valid)));
+  return words;
+}
+__device__ __forceinline__ uint32_t load_readonly_1_or_zeros(const void* global, bool valid) {
+  uint32_t word;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\tmov.b32 %0, 0;\n\t@p ld.global.nc.u8 %0, [%1];\n\t}"
+               : "=&r"(word)
+               : "l"(global), "r"(static_cast<int>(valid)));
+  return word;
+}
+
 }  // namespace kitchen::ptx

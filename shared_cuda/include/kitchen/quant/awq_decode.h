@@ -38,6 +38,9 @@ __device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b
   return d;
 }
 
+// For AwqPairs::levels_of_byte: byte i of a word, and of the word beside it, in the lower bytes of two halves.
+__device__ __forceinline__ uint32_t select_byte(uint32_t i) { return i * 0x1111u + 0x4400u; }
+
 // A 32-bit word as a pair of T, and back.
 template <class To, class From>
 __device__ __forceinline__ To bits_as(const From& from) {
@@ -66,6 +69,10 @@ struct AwqPairs<__nv_bfloat16> {
   static __device__ __forceinline__ uint32_t levels(uint32_t word) {
     return bits_as<uint32_t>(__hsub2(pair(and_or(word >> (4 * kColumn), 0x000F000Fu, kMagic)), pair(0x43084308u)));
   }
+  // The two columns of a byte of a word: q - 8, exact.
+  static __device__ __forceinline__ uint32_t levels_of_byte(uint32_t word, uint32_t selected) {
+    return bits_as<uint32_t>(__hsub2(pair(and_or(__byte_perm(word, word >> 4, selected), 0x000F000Fu, kMagic)), pair(0x43084308u)));
+  }
 };
 
 template <>
@@ -87,6 +94,9 @@ struct AwqPairs<__half> {
     } else {  // 1024 + 16 q, times 1/16, less 72: exact
       return bits_as<uint32_t>(__hfma2(pair(and_or(shifted, 0x00F000F0u, kMagic)), pair(0x2C002C00u), pair(0xD480D480u)));
     }
+  }
+  static __device__ __forceinline__ uint32_t levels_of_byte(uint32_t word, uint32_t selected) {  // the upper column times 16
+    return bits_as<uint32_t>(__hfma2(pair(and_or(__byte_perm(word, word, selected), 0x00F0000Fu, kMagic)), pair(0x2C003C00u), pair(0xD480E408u)));
   }
 };
 

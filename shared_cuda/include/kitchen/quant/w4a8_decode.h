@@ -136,22 +136,24 @@ __device__ __forceinline__ uint32_t decode_pair_high(uint32_t pair, uint32_t neg
 // Of four codes the last two stay four bits higher, which saves half of the shifts: they are 16 times as large, exactly, and
 // meet a sixteenth of the scale.
 constexpr int kOrder6[16] = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};
+// Words 2 * kHalf and the next.
+template <int kHalf>
+__device__ __forceinline__ void decode_six_half(uint32_t n0, uint32_t n1, uint32_t top, uint2 negated_scales, uint32_t& first,
+                                                uint32_t& second) {
+  const uint32_t n = ptx::pick_bytes(n0, n1, kHalf == 0 ? 0x5410 : 0x7632), n4 = n >> 4, n8 = n >> 8;
+  const uint32_t even = kHalf == 0 ? top << 4 : top >> 4, odd = kHalf == 0 ? top << 2 : top >> 6;
+  const uint32_t u0 = decode_pair(ptx::and_or(even, 0x00300030u, ptx::and_or(n, 0x000f000fu, 0x64006400u)), negated_scales.x);
+  const uint32_t u1 = decode_pair(ptx::and_or(odd, 0x00300030u, ptx::and_or(n4, 0x000f000fu, 0x64006400u)), negated_scales.x);
+  const uint32_t u2 =
+      decode_pair_high(ptx::and_or(even, 0x03000300u, ptx::and_or(n4, 0x00f000f0u, 0x64006400u)), negated_scales.y);
+  const uint32_t u3 =
+      decode_pair_high(ptx::and_or(odd, 0x03000300u, ptx::and_or(n8, 0x00f000f0u, 0x64006400u)), negated_scales.y);
+  first = ptx::pick_bytes(u0, u1, 0x6420), second = ptx::pick_bytes(u2, u3, 0x6420);
+}
 __device__ __forceinline__ void decode_six_unsigned(uint32_t n0, uint32_t n1, uint32_t top, uint2 negated_scales,
                                                     uint32_t (&words)[4]) {
-  const uint32_t nibbles[2] = {ptx::pick_bytes(n0, n1, 0x5410), ptx::pick_bytes(n0, n1, 0x7632)};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t n = nibbles[half], n4 = n >> 4, n8 = n >> 8;
-    const uint32_t even = half == 0 ? top << 4 : top >> 4, odd = half == 0 ? top << 2 : top >> 6;
-    const uint32_t u0 = decode_pair(ptx::and_or(even, 0x00300030u, ptx::and_or(n, 0x000f000fu, 0x64006400u)), negated_scales.x);
-    const uint32_t u1 = decode_pair(ptx::and_or(odd, 0x00300030u, ptx::and_or(n4, 0x000f000fu, 0x64006400u)), negated_scales.x);
-    const uint32_t u2 =
-        decode_pair_high(ptx::and_or(even, 0x03000300u, ptx::and_or(n4, 0x00f000f0u, 0x64006400u)), negated_scales.y);
-    const uint32_t u3 =
-        decode_pair_high(ptx::and_or(odd, 0x03000300u, ptx::and_or(n8, 0x00f000f0u, 0x64006400u)), negated_scales.y);
-    words[2 * half] = ptx::pick_bytes(u0, u1, 0x6420);
-    words[2 * half + 1] = ptx::pick_bytes(u2, u3, 0x6420);
-  }
+  decode_six_half<0>(n0, n1, top, negated_scales, words[0], words[1]);
+  decode_six_half<1>(n0, n1, top, negated_scales, words[2], words[3]);
 }
 
 // The same to v8.

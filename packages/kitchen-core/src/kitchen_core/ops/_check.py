@@ -17,7 +17,9 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def check_float(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...] = FLOAT_DTYPES) -> None:
-    """``tensor`` has one of the allowed dtypes."""
+    """``tensor`` is dense and has one of the allowed dtypes."""
+    if tensor.is_sparse or tensor.is_sparse_csr:  # (asking for the layout is not allowed in a compiled backward)
+        raise UnsupportedError(f"{name} must be a dense tensor, got a sparse one; pass {name}.to_dense()")
     if tensor.dtype not in allowed:
         raise UnsupportedError(f"{name} must be {names(allowed)}, got {names((tensor.dtype,))}; convert it first")
 

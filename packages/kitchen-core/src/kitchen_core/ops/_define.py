@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -34,14 +35,21 @@ def _without_autocast(name: str, keys: torch._C.DispatchKeySet, *args, **kwargs)
 def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
     """The ops are for inference: what autograd would see is the rounding inside, and its gradients would be wrong."""
     dual = forward_ad._current_level >= 0  # forward mode leaves requires_grad False
+    hidden = dual and _in_functional_jvp()
     for value in (*args, *kwargs.values()):
         if not isinstance(value, torch.Tensor):
             continue
-        if value.requires_grad or (dual and forward_ad.unpack_dual(value).tangent is not None):
+        if value.requires_grad or hidden or (dual and forward_ad.unpack_dual(value).tangent is not None):
             raise InferenceOnlyError(
                 f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
                 "svdquant_linear and awq_linear are differentiable in x, bias and residual; else use torch.no_grad()"
             )
+
+
+def _in_functional_jvp() -> bool:
+    """Whether torch.func.jvp is at work, or what is made of it: an op gets tensors without their tangents there."""
+    transforms = sys.modules.get("torch._functorch.eager_transforms")
+    return bool(getattr(transforms, "JVP_NESTING", 0))
 
 
 def _always(problem: Problem, facts: DeviceFacts) -> None:

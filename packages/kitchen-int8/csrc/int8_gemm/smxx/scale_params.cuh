@@ -1,12 +1,8 @@
 // What the epilogues of the mma.sync GEMMs and of the kernels for few rows read and write: of sm80/, sm75/ and decode/.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstring>
-
 #include "int8_gemm/sm90/int8_gemm.h"
+#include "kitchen/common/pack_pair.h"
 #include "kitchen/common/to_float.h"
 
 namespace kitchen::int8 {
@@ -40,19 +36,6 @@ __device__ __forceinline__ float bias_of(const ScaleParams& p, int n) {
 __device__ __forceinline__ float residual_scale_of(const ScaleParams& p, int n) {
   if (p.residual_scale == nullptr) return 1.0f;
   return load_as_float(p.residual_scale, static_cast<int64_t>(n) * p.residual_scale_stride, p.residual_scale_type);
-}
-
-// Two results of a 2-byte type, the lower column in the low half.
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, DType type) {
-  uint32_t word;
-  if (type == DType::kFloat16) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    memcpy(&word, &pair, sizeof(word));
-  }
-  return word;
 }
 
 }  // namespace kitchen::int8
