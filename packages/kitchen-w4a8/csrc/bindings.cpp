@@ -12,7 +12,9 @@
 #include "kitchen/host/device.h"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
 #include "quantize_w4a8_weight/quantize_w4a8_weight.h"
+#include "unpack_w4a8_weight/unpack_w4a8_weight.h"
 #include "w4a8_scaled_mm/hopper/hopper.h"
+#include "w4a8_scaled_mm/resident/resident.h"
 #include "w4a8_scaled_mm/stream/stream.h"
 
 namespace py = pybind11;
@@ -22,7 +24,7 @@ namespace {
 using namespace kitchen;
 
 constexpr int kAbi = 1;  // kitchen_core.abi.KITCHEN_ABI
-using Plan = std::pair<int, int>;  // of the members of stream::Plan and hopper::Plan
+using Plan = std::pair<int, int>;  // of the members of stream::Plan, resident::Plan and hopper::Plan
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -51,6 +53,20 @@ void bind_decode(py::module_& m) {
       },
       py::arg("codes"), py::arg("s_rel"), py::arg("codebook"), py::arg("out"), py::arg("N"), py::arg("K"), py::arg("group"),
       py::arg("bits"), py::arg("float_scales"), py::arg("device"), py::arg("stream"));
+}
+
+void bind_unpack(py::module_& m) {
+  m.def(
+      "unpack_w4a8_weight",
+      [](uintptr_t images, uintptr_t codes, uintptr_t s_rel, int64_t N, int64_t K, int group, int bits, int device, uintptr_t stream) {
+        const bool group_fits = group >= 16 && group <= 256 && (group & (group - 1)) == 0;
+        host::require(N >= 1 && N % 16 == 0 && K >= 256 && K % 256 == 0 && group_fits && (bits == 4 || bits == 6),
+                      "unpack_w4a8_weight: N must be a multiple of 16, K of 256, the group a power of two from 16 to 256");
+        const w4a8::UnpackParams p = {pointer<const uint8_t>(images), pointer<uint8_t>(codes), pointer<uint8_t>(s_rel), N, K, group, bits};
+        w4a8::unpack_w4a8_weight(p, device, reinterpret_cast<cudaStream_t>(stream));
+      },
+      py::arg("images"), py::arg("codes"), py::arg("s_rel"), py::arg("N"), py::arg("K"), py::arg("group"), py::arg("bits"),
+      py::arg("device"), py::arg("stream"));
 }
 
 void bind_quantize(py::module_& m) {
@@ -224,6 +240,34 @@ void bind_stream(py::module_& m) {
 #endif
 
 #ifdef KITCHEN_HAVE_SM90
+void bind_resident(py::module_& m) {
+  namespace resident = w4a8::resident;
+  bind_scaled_mm(m, "w4a8_resident",
+                 "1 to 32 rows of a; codes are the records of the resident layout, s_rel is not looked at. plan: (warps side by side, pieces of K).",
+                 [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+                   const resident::Plan forced = plan ? resident::Plan{plan->first, plan->second} : resident::Plan{};
+                   resident::run(p, plan ? &forced : nullptr, device, on);
+                 });
+  m.def(
+      "w4a8_resident_plan",
+      [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, int smem_per_block, bool has_clusters,
+         const std::optional<Plan>& plan) {
+        const resident::Problem problem = {M, N, K, bits, group};
+        const resident::Device device = {sm_count, smem_per_block, has_clusters};
+        const char* reason = resident::unsupported(problem);
+        resident::Plan chosen = {1, 1};
+        if (reason == nullptr) {
+          chosen = plan ? resident::Plan{plan->first, plan->second} : resident::choose_plan(problem, device);
+          reason = resident::rejected(problem, chosen, device);
+        }
+        return std::make_tuple(Plan(chosen.warps_n, chosen.splits), resident::describe(problem, chosen),
+                               std::string(reason == nullptr ? "" : reason), int64_t{0});
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("sm_count"),
+      py::arg("smem_per_block"), py::arg("has_clusters"), py::arg("plan") = py::none(),
+      "(plan, in words, why it cannot run or '', bytes of workspace) on such a device; with a plan, of that one.");
+}
+
 void bind_hopper(py::module_& m) {
   namespace hopper = w4a8::hopper;
   bind_scaled_mm(m, "w4a8_hopper",
@@ -255,12 +299,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("abi", [] { return kAbi; }, "The number that must equal kitchen_core.abi.KITCHEN_ABI.");
   m.def("archs", [] { return std::string(KITCHEN_ARCHS); }, "The CUDA architectures compiled in, comma separated.");
   bind_decode(m);
+  bind_unpack(m);
   bind_quantize(m);
   bind_quantize_activation(m);
 #ifdef KITCHEN_HAVE_SM80
   bind_stream(m);
 #endif
 #ifdef KITCHEN_HAVE_SM90
+  bind_resident(m);
   bind_hopper(m);
 #endif
 }

@@ -2,7 +2,8 @@
 // tools/sanitize.py builds and runs it.
 //
 // sources: packages/kitchen-w4a8/csrc/decode_w4a8_weight/*.cu packages/kitchen-w4a8/csrc/order_tokens/*.cu
-// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/stream/sm80/*.cu
+// sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/stream/sm80/*.cu packages/kitchen-w4a8/csrc/w4a8_scaled_mm/resident/sm90/*.cu
+// sources: packages/kitchen-w4a8/csrc/unpack_w4a8_weight/*.cu
 // sources: packages/kitchen-w4a8/csrc/w4a8_scaled_mm/hopper/sm90/*.cu packages/kitchen-w4a8/csrc/quantize_w4a8_weight/*.cu
 #include <cuda_fp16.h>
 
@@ -17,7 +18,9 @@
 #include "decode_w4a8_weight/decode_w4a8_weight.h"
 #include "kitchen/host/check.h"
 #include "quantize_w4a8_weight/quantize_w4a8_weight.h"
+#include "unpack_w4a8_weight/unpack_w4a8_weight.h"
 #include "w4a8_scaled_mm/hopper/hopper.h"
+#include "w4a8_scaled_mm/resident/resident.h"
 #include "w4a8_scaled_mm/stream/stream.h"
 
 using namespace kitchen;
@@ -209,9 +212,53 @@ void check_stream(const Weight& w) {
   }
 }
 
+// The resident layout of a weight (resident.py), written down a second time.
+std::vector<uint8_t> records_of(const Weight& w) {
+  const size_t code_row = size_t(w.K) / 8 * w.bits, scale_row = w.K / w.group;
+  std::vector<uint8_t> records;
+  const auto append = [&](const std::vector<uint8_t>& from, size_t at, size_t count) {
+    records.insert(records.end(), from.begin() + at, from.begin() + at + count);
+  };
+  for (int block = 0; block < w.N; block += 16) {
+    for (int step = 0; step < w.K / 256; ++step) {
+      for (int h = 0; h < 2; ++h)
+        for (int row = 0; row < 16; ++row) append(w.codes, (block + row) * code_row + 128 * step + 64 * h, 64);
+      for (int row = 0; row < 16 && w.bits == 6; ++row)
+        for (int q = 0; q < 4; ++q)
+          for (int h = 0; h < 2; ++h) append(w.codes, (block + row) * code_row + w.K / 2 + 64 * step + 32 * h + 8 * q, 8);
+      for (int row = 0; row < 16 && w.group > 16; ++row) append(w.s_rel, (block + row) * scale_row + step * (256 / w.group), 256 / w.group);
+      for (int lane = 0; lane < 32 && w.group == 16; ++lane)
+        for (int i = 0; i < 2; ++i)
+          for (int h = 0; h < 2; ++h)
+            append(w.s_rel, (block + lane / 4 + 8 * i) * scale_row + 16 * step + 8 * h + 2 * (lane % 4), 2);
+    }
+  }
+  return records;
+}
+
+void check_resident(const Weight& w) {
+  const DeviceArray<uint8_t> records(records_of(w));
+  for (const int M : {3, 13, 29}) {
+    const Problem problem(M, w);
+    for (const resident::Plan plan : {resident::Plan{2, 1}, resident::Plan{4, 2}}) {
+      if (resident::rejected({M, w.N, w.K, w.bits, w.group}, plan, resident::query(0)) != nullptr) continue;
+      problem.check("resident", [&](ScaledMmParams p) {
+        p.codes = records.data, p.s_rel = nullptr;
+        resident::run(p, &plan, 0, nullptr);
+      });
+    }
+  }
+  const DeviceArray<uint8_t> codes(std::vector<uint8_t>(w.codes.size())), s_rel(std::vector<uint8_t>(w.s_rel.size()));
+  unpack_w4a8_weight({records.data, codes.data, s_rel.data, w.N, w.K, w.group, w.bits}, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "unpack");
+  compare("unpack, codes", codes.read(), w.codes);
+  compare("unpack, scales", s_rel.read(), w.s_rel);
+}
+
 void check_hopper(const Weight& w) {
-  for (const hopper::Plan plan : {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{128, 3},
-                                  hopper::Plan{256, 1}, hopper::Plan{256, 2}, hopper::Plan{0, 1}}) {
+  for (const hopper::Plan plan :
+       {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{160, 3}, hopper::Plan{192, 1},
+        hopper::Plan{192, 2}, hopper::Plan{256, 1}, hopper::Plan{256, 2}, hopper::Plan{0, 1}}) {
     const int M = plan.tokens + 5;
     const Problem problem(M, w);
     problem.check("hopper " + std::to_string(plan.tokens), [&](const ScaledMmParams& p) {
@@ -256,16 +303,20 @@ void check_quantize() {
 
 }  // namespace
 
-int main() {
-  check_quantize();
+// Arguments: what to run ("quantize", "decode", "stream", "hopper", "resident"); none is all of it.
+int main(int count, char** words) {
+  const auto wanted = [&](const char* word) {
+    return count < 2 || std::any_of(words + 1, words + count, [&](const char* given) { return std::strcmp(given, word) == 0; });
+  };
+  if (wanted("quantize")) check_quantize();
   for (const int bits : {4, 6}) {
     for (const int group : {16, 64}) {
-      for (const int N : {137, 136}) {  // stores of elements, and by the copy engine
-        const Weight w(N, 704, bits, group);
-        check_decode(w);
-        check_stream(w);
-        check_hopper(w);
-      }
+      // Stores of elements, and by the copy engine: one with either group, since racecheck takes long.
+      const Weight w((group == 16) == (bits == 4) ? 137 : 136, 576, bits, group);
+      if (wanted("decode")) check_decode(w);
+      if (wanted("stream")) check_stream(w);
+      if (wanted("hopper")) check_hopper(w);
+      if (wanted("resident")) check_resident(Weight(144, 768, bits, group));
     }
   }
   std::printf("%d cases, %d failed\n", cases, failed);

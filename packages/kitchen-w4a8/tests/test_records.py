@@ -8,10 +8,11 @@ import torch
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
 from kitchen_w4a8._extension import EXTENSION
-from kitchen_w4a8.kernels import FEW_ROWS, provider
+from kitchen_w4a8.kernels import FEW_ROWS, RESIDENT_ROWS, provider
 
 RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 DECODE, STREAM, HOPPER, DECODED = "w4a8/decode", "w4a8/stream", "w4a8/hopper", "w4a8/decoded"
+RESIDENT = "w4a8/resident"
 
 
 @pytest.fixture
@@ -45,6 +46,18 @@ def test_hopper_takes_few_rows_by_the_stream_and_more_by_wgmma(built, op, bits):
     assert chosen(facts, op=op, bits=bits, M=1) == chosen(facts, op=op, bits=bits, M=FEW_ROWS) == STREAM
     assert chosen(facts, op=op, bits=bits, M=FEW_ROWS + 1) == HOPPER
     assert "the call has 17" in answers(facts, op, bits=bits, M=17)[STREAM]
+
+
+@pytest.mark.parametrize("op", ["w4a8_scaled_mm", "w4a8_linear"])
+def test_a_resident_weight_has_a_kernel_of_its_own_on_hopper(built, op):
+    built(*RELEASE)
+    facts = simulated_facts("sm_90")
+    few = {"op": op, "options": ("resident",), "M": RESIDENT_ROWS}
+    assert chosen(facts, **few) == RESIDENT
+    assert "the call has 33" in answers(facts, **few | {"M": RESIDENT_ROWS + 1})[RESIDENT]
+    assert "optimize_for_decode" in answers(facts, op)[RESIDENT]
+    assert "needs sm_90" in answers(simulated_facts("sm_80"), **few)[RESIDENT]
+    assert "too many" in answers(facts, **few | {"K": 131_072 - 256})[RESIDENT]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"])

@@ -293,6 +293,12 @@ REFUSED = {
     "dequantize s_channel": (lambda: ops.dequantize_w4a8_weight(_w, _r, _c[:1]), "s_channel must hold N = 8"),
     "dequantize rotation": (lambda: ops.dequantize_w4a8_weight(_w, _r, _c, convrot_groupsize=8), "power of 4"),
     "quantize rank": (lambda: _q(_c), r"weight must be \[N, K\]"),
+    "quantize expert bank": (lambda: _q(torch.zeros(2, 8, 64), 16, 16), r"\[N, K\], got shape \[2, 8, 64\]; flatten"),
+    "dequantize expert bank": (
+        lambda: ops.dequantize_w4a8_weight(_w[None], _r[None], _c),
+        r"weight must be int8 \[N, K",
+    ),
+    "decode expert bank": (lambda: ops.decode_w4a8_weight(_w[None], _r[None]), r"weight must be int8 \[N, K"),
     "quantize dtype": (lambda: _q(_w), "weight must be float32, float16, bfloat16, got int8"),
     "quantize K": (lambda: _q(torch.zeros(2, 40)), r"multiple of 16 at 4 bits, got K=40 \(weight \[2, 40\]\)"),
     "quantize K=0": (lambda: _q(torch.zeros(2, 0)), "positive multiple of 16"),

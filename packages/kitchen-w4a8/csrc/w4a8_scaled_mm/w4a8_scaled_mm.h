@@ -15,7 +15,7 @@ struct ScaledMmParams {
   const int8_t* a;  // [M, K], rows contiguous, aligned to 16 bytes
   const float* a_scale;  // [M]
   const uint8_t* codes;  // [N, K/2] or [N, 3K/4], rows contiguous, aligned to 16 bytes
-  const uint8_t* s_rel;  // [N, K/g] e4m3 bytes, contiguous
+  const uint8_t* s_rel;  // [N, K/g] e4m3 bytes, contiguous; nullptr: codes are in the resident layout (ring alone)
   const float* codebook;  // [16]; nullptr: level = code - 8 (6 bits: code - 32)
   const float* b_scale;  // [N]: s_channel
   const void* bias;  // [N] of bias_type; may be nullptr

@@ -17,15 +17,14 @@ from kitchen_core.registry import Problem
 from ._extension import EXTENSION
 
 # Kernels that decode on the fly, by their names in the extension.
-STREAM, HOPPER = "w4a8_stream", "w4a8_hopper"
+STREAM, RESIDENT, HOPPER = "w4a8_stream", "w4a8_resident", "w4a8_hopper"
 ACT_CODES = {"none": 0, "gelu_tanh": 1, "swiglu": 2, "rms_norm": 3, "situ": 4}  # quant::InputAct
 MAX_ROTATION = 4096  # of the quantizer of activations
 LEVELS_CODES = {"codebook": 0, "uniform": 1, "asymmetric": 2, "six": 3}  # Levels of csrc
 MAX_DECODED = 2**35 - 1  # weights of one decoding launch
 
-Plan = tuple[
-    int, int
-]  # stream::Plan (warps side by side, pieces of K) or hopper::Plan (tokens of a tile, pieces of K) of csrc
+# Of csrc: stream::Plan and resident::Plan (warps side by side, pieces of K), hopper::Plan (tokens of a tile, pieces of K).
+Plan = tuple[int, int]
 
 
 class PlanAnswer(NamedTuple):
@@ -126,7 +125,10 @@ def scaled_mm(
     residual_scale: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
-    """w4a8_scaled_mm by the kernel ``launch``, STREAM or HOPPER. ``plan`` forces one (tests and measurements)."""
+    """w4a8_scaled_mm by the kernel ``launch``. ``plan`` forces one (tests and measurements).
+
+    For RESIDENT, weight and s_rel are views of the records of ``resident.py``, one behind the other.
+    """
     return _product(
         launch, codes, x_scale, weight, s_rel, s_channel, codebook, bias, out_dtype, group_size, residual, residual_scale,
         plan, False,
@@ -153,7 +155,7 @@ def linear(
 ) -> torch.Tensor:
     """w4a8_linear in one call: the quantizer, and behind it the product by ``launch``, which reads the weight meanwhile.
 
-    Codes and scales of x live in a workspace of this call.
+    Codes and scales of x live in a workspace of this call. The weight of RESIDENT as in scaled_mm.
     """
     out_dtype = out_dtype or x.dtype
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernels add a residual of the output's dtype
@@ -169,7 +171,7 @@ def linear(
         return out
     rows = _rows(x)
     prepared = (
-        _aligned(weight, 16), s_rel.contiguous(), s_channel.reshape(-1).contiguous(), _table(codebook), _contiguous(bias),
+        _aligned(weight, 16), _scales(launch, s_rel), s_channel.reshape(-1).contiguous(), _table(codebook), _contiguous(bias),
         _contiguous(residual), _gate(residual_scale), _contiguous(input_act_weight),
     )  # fmt: skip
     b, scales, b_scale, table, bias, residual, gate, act_weight = prepared
@@ -247,7 +249,7 @@ def _product(
         return out
     # What has to be copied first is copied by kernels in front of this one, which a programmatic launch would overtake.
     prepared = (
-        _aligned(codes.reshape(-1, k), 16), x_scale.reshape(-1).contiguous(), _aligned(weight, 16), s_rel.contiguous(),
+        _aligned(codes.reshape(-1, k), 16), x_scale.reshape(-1).contiguous(), _aligned(weight, 16), _scales(launch, s_rel),
         s_channel.reshape(-1).contiguous(), _table(codebook), _contiguous(bias), _contiguous(residual), _gate(residual_scale),
     )  # fmt: skip
     a, a_scale, b, scales, b_scale, table, bias, residual, gate = prepared
@@ -369,6 +371,27 @@ def stream_shared_bytes(problem: Problem, facts: DeviceFacts) -> int:
 
 
 @lru_cache(maxsize=8192)
+def resident_plan(M: int, N: int, K: int, bits: int, group: int, device: int, plan: Plan | None = None) -> PlanAnswer:
+    """The plan of the kernel for the resident layout on a device (or the given one)."""
+    gpu = torch.cuda.get_device_properties(device)
+    return PlanAnswer(
+        *EXTENSION.module.w4a8_resident_plan(
+            M, N, K, bits, group, gpu.multi_processor_count, gpu.shared_memory_per_block_optin, gpu.major >= 9, plan
+        )
+    )
+
+
+def resident_shared_bytes(problem: Problem) -> int:
+    """Shared memory of a block of the kernel for the resident layout, by the plan that needs the least (lay_out of csrc)."""
+    units = -(-problem.K // 512)
+    splits = next(s for s in (8, 4, 2, 1) if s == 1 or (s - 1) * -(-units // s) < units)
+    rows = next((rows for rows in (8, 16, 32) if rows >= problem.M), problem.M)
+    tokens = (problem.M if rows == 8 else rows) * (-(-units // splits) * 512 + 16)
+    received = 0 if splits == 1 else 16 * 8 * splits * -(-4 * problem.M // (8 * splits))
+    return 4096 + 2 * 4 * 20 * problem.M + 256 + tokens + received + 2048
+
+
+@lru_cache(maxsize=8192)
 def hopper_plan(
     M: int, N: int, K: int, bits: int, group: int, copies_result: bool, device: int, plan: Plan | None = None
 ) -> PlanAnswer:
@@ -382,7 +405,7 @@ def _planned(
     plan: Plan | None = None,
 ) -> tuple[Plan | None, int]:  # fmt: skip
     """The plan to launch with, and the bytes of its workspace."""
-    if launch == STREAM:
+    if launch != HOPPER:
         return plan, 0
     n = weight.shape[0]
     aligned = n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
@@ -410,10 +433,17 @@ def _aligned(matrix: torch.Tensor, alignment: int) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+def _scales(launch: str, s_rel: torch.Tensor) -> torch.Tensor:
+    """Contiguous; for HOPPER aligned to pairs as well."""
+    return _aligned(s_rel, 2 if launch == HOPPER else 1)
+
+
 def _table(codebook: torch.Tensor | None) -> torch.Tensor | None:
-    if codebook is None or (codebook.dtype == torch.float32 and codebook.is_contiguous()):
-        return codebook
-    return codebook.float().contiguous()
+    """float32, contiguous and aligned to 16 bytes."""
+    if codebook is None:
+        return None
+    fits = codebook.dtype == torch.float32 and codebook.is_contiguous() and codebook.data_ptr() % 16 == 0
+    return codebook if fits else codebook.float().clone(memory_format=torch.contiguous_format)
 
 
 def _gate(residual_scale: torch.Tensor | None) -> torch.Tensor | None:

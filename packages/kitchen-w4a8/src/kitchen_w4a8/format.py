@@ -14,6 +14,7 @@ from kitchen_core.calibration import check_calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
 
+from . import resident, resident_ops
 from .calibrated import calibrate_tensors
 
 SCALE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float32": torch.float32}
@@ -49,13 +50,32 @@ class W6A8Config:
         return "uniform"
 
 
+@dataclass(frozen=True)
+class ResidentW4A8Config(W4A8Config):
+    """Of a weight in the resident layout, whose bytes do not say their shape. Never saved: see ``optimize_for_decode``."""
+
+    out_features: int = 0
+    in_features: int = 0
+
+
+@dataclass(frozen=True)
+class ResidentW6A8Config(W6A8Config):
+    """As ResidentW4A8Config."""
+
+    out_features: int = 0
+    in_features: int = 0
+
+
 class _Int8GridFormat(Format):
-    """What the two widths share."""
+    """What the two widths share. A weight in the resident layout holds its records (``resident``) as ``qdata`` and no
+    ``s_rel``; its config says so, and whatever has no kernel for them works on what is stored.
+    """
 
     package = "kitchen-w4a8"
     activation_kind = "int8 rowwise"
     uses_calibration = True
     bits: ClassVar[int]
+    ResidentConfig: ClassVar[type]
 
     # ------------------------------------------------------------------------------------------------ quantizing
 
@@ -105,10 +125,13 @@ class _Int8GridFormat(Format):
 
     @classmethod
     def requantize(cls, tensors: Tensors, config: Any, weight: torch.Tensor, seed: int = 0) -> Tensors:
-        """As every format, with the stored table and the stored dtypes.
+        """As every format, with the stored table, dtypes and layout.
 
         The scale search is left out: it pays at rest, not in a merge.
         """
+        if cls.is_resident(config):
+            stored, stored_config = cls.stored(tensors, config)
+            return cls.lay_resident(cls.requantize(stored, stored_config, weight, seed), stored_config)[0]
         scales = "float32" if tensors["s_rel"].dtype == torch.float32 else "float8_e4m3fn"
         made = cls.quantize(
             weight,
@@ -127,7 +150,40 @@ class _Int8GridFormat(Format):
 
     @classmethod
     def dequantize(cls, tensors: Tensors, config: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensors, config = cls.stored(tensors, config)
         return ops.dequantize_w4a8_weight(*cls._weight(tensors), dtype, config.group_size, config.convrot_groupsize)
+
+    # ------------------------------------------------------------------------------------------- resident layout
+
+    @classmethod
+    def is_resident(cls, config: Any) -> bool:
+        """Whether a weight of this config is in the resident layout."""
+        return isinstance(config, cls.ResidentConfig)
+
+    @classmethod
+    def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> tuple[Tensors, Any]:
+        """Stored tensors and their config in the resident layout: in ``storage``, which holds them, or in new memory."""
+        n, k = cls.shape(tensors, config)
+        if storage is None:
+            storage = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in ("qdata", "s_rel")])
+        resident.pack(storage, resident.Shape(n, k, cls.bits, config.group_size))
+        kept = {name: t for name, t in tensors.items() if name not in ("qdata", "s_rel")}
+        made = cls.ResidentConfig(**vars(config), out_features=n, in_features=k)
+        return {"qdata": storage.view(torch.int8), **kept}, made
+
+    @classmethod
+    def resident_shape(cls, config: Any) -> resident.Shape:
+        """Of a weight in the resident layout."""
+        return resident.Shape(config.out_features, config.in_features, cls.bits, config.group_size)
+
+    @classmethod
+    def stored(cls, tensors: Tensors, config: Any) -> tuple[Tensors, Any]:
+        """As every format: a resident weight is unpacked into new tensors, which its own memory does not see."""
+        if not cls.is_resident(config):
+            return tensors, config
+        codes, scales = resident_ops.unpack(tensors["qdata"], cls.resident_shape(config))
+        plain = {name: value for name, value in vars(config).items() if name not in ("out_features", "in_features")}
+        return {**tensors, "qdata": codes, "s_rel": scales}, cls.Config(**plain)
 
     # --------------------------------------------------------------------------------------------------- linears
 
@@ -136,6 +192,11 @@ class _Int8GridFormat(Format):
         cls, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
         residual=None, residual_scale=None,
     ):  # fmt: skip
+        if cls.is_resident(config):
+            return resident_ops.linear(
+                x, tensors["qdata"], tensors["s_channel"], tensors.get("codebook"), cls.resident_shape(config), bias, out_dtype,
+                config.convrot_groupsize, input_act, input_act_weight, input_act_eps, residual, residual_scale,
+            )  # fmt: skip
         return ops.w4a8_linear(
             x, *cls._weight(tensors), bias, out_dtype, config.group_size, config.convrot_groupsize, input_act,
             input_act_weight, input_act_eps, residual, residual_scale,
@@ -152,6 +213,12 @@ class _Int8GridFormat(Format):
     def linear_quantized(
         cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
     ):
+        if cls.is_resident(config):
+            return resident_ops.scaled_mm(
+                activation.tensors["codes"], activation.tensors["scale"], tensors["qdata"], tensors["s_channel"],
+                tensors.get("codebook"), cls.resident_shape(config), bias, out_dtype or activation.dtype, residual,
+                residual_scale,
+            )  # fmt: skip
         return ops.w4a8_scaled_mm(
             activation.tensors["codes"], activation.tensors["scale"], *cls._weight(tensors), bias,
             out_dtype or activation.dtype, config.group_size, residual, residual_scale,
@@ -172,6 +239,8 @@ class _Int8GridFormat(Format):
 
     @classmethod
     def shape(cls, tensors: Tensors, config: Any) -> tuple[int, int]:
+        if cls.is_resident(config):
+            return config.out_features, config.in_features
         n, row_bytes = tensors["qdata"].shape
         return n, row_bytes * 8 // cls.bits
 
@@ -292,6 +361,7 @@ class W4A8Format(_Int8GridFormat):
     name = "asym_w4a8_int8"
     bits = 4
     Config = W4A8Config
+    ResidentConfig = ResidentW4A8Config
     tensors = (
         *_CORE_TENSORS,
         TensorSpec("codebook", "weight_codebook", required=False),
@@ -312,6 +382,7 @@ class W6A8Format(_Int8GridFormat):
     bits = 6
     column_planes: ClassVar[dict[str, tuple[int, ...]]] = {"qdata": (2, 1)}  # low nibbles, top bits
     Config = W6A8Config
+    ResidentConfig = ResidentW6A8Config
     tensors = _CORE_TENSORS
 
     @classmethod

@@ -12,9 +12,11 @@ from kitchen_core.registry import Kernel, Problem, Provider
 from . import _launch
 from ._extension import EXTENSION
 
-FEW_ROWS_PRIORITY, HOPPER_PRIORITY, DECODED_PRIORITY = 110, 100, 60
+RESIDENT_PRIORITY, FEW_ROWS_PRIORITY, HOPPER_PRIORITY, DECODED_PRIORITY = 120, 110, 100, 60
 ACTIVATION_PRIORITY = 50  # of the quantizer of activations: below kitchen-int8's own record of the same kernel
 FEW_ROWS = 16  # of x, that the streaming kernel takes
+RESIDENT = "resident"  # the word of a problem whose weight is in that layout (resident_ops.py)
+RESIDENT_ROWS = 32  # that the kernel for it takes
 GROUPS = (16, 32, 64, 128, 256)  # that the kernels which decode on the fly take
 QUANTIZED_GROUPS = (4, 8, 16, 32, 64, 128, 256, 512)  # that the weight quantizer takes
 MAX_N = 2**30
@@ -76,6 +78,21 @@ def _stream_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     return reason
 
 
+def _resident_supports(problem: Problem, facts: DeviceFacts) -> str | None:
+    if facts.kind == "cuda" and facts.sm != 90:
+        return f"needs sm_90 (bulk copies), the device is {facts}"
+    reason = EXTENSION.why_not_path(facts, "sm90") or _on_the_fly_reason(problem)
+    if reason is not None:
+        return reason
+    if RESIDENT not in problem.options:
+        return "reads weights in the resident layout (kitchen_w4a8.optimize_for_decode), this one is as it is stored"
+    if problem.M > RESIDENT_ROWS:
+        return f"for M of at most {RESIDENT_ROWS}, the call has {problem.M}"
+    if _launch.resident_shared_bytes(problem) > facts.shared_memory_optin:
+        return f"keeps {problem.M} rows of {problem.K} codes in shared memory, too many for {facts}"
+    return None
+
+
 def _hopper_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     if facts.kind == "cuda" and facts.sm != 90:
         return f"needs sm_90 (wgmma), the device is {facts}"
@@ -125,6 +142,7 @@ provider = Provider(
         ),
         Kernel("decode_w4a8_weight", "decode", _launch.decode, _decode_supports, FEW_ROWS_PRIORITY, "w4a8"),
         Kernel("dequantize_w4a8_weight", "decoded", _launch.dequantize, _dequantize_supports, DECODED_PRIORITY, "w4a8"),
+        *_on_the_fly("resident", _launch.RESIDENT, _resident_supports, RESIDENT_PRIORITY),
         *_on_the_fly("stream", _launch.STREAM, _stream_supports, FEW_ROWS_PRIORITY),
         *_on_the_fly("hopper", _launch.HOPPER, _hopper_supports, HOPPER_PRIORITY),
         Kernel("w4a8_scaled_mm", "decoded", _launch.decoded_scaled_mm, _decoded_supports, DECODED_PRIORITY, "w4a8"),

@@ -14,7 +14,7 @@ struct Problem {
   bool copies_result;  // the copy engine can write the result and read the residual: rows aligned to 16 bytes
 };
 struct Plan {
-  int tokens;  // of a tile: 32, 64 (of 64 outputs), 128 or 256 (of 128 outputs); 0: decoded first, then an INT8 GEMM
+  int tokens;  // of a tile: 32, 64, 128 (of 64 outputs), 160, 192 (of 192) or 256 (of 128); 0: decoded first, then an INT8 GEMM
   int splits;  // pieces of K, the blocks of a cluster: 1, 2, 4 or, up to 64 tokens, 8, beyond, 3
 };
 

@@ -149,7 +149,7 @@ int64_t chunk_rows(int64_t N, int64_t K) {
 int64_t workspace_bytes(int64_t N, int64_t K) { return std::min(N, chunk_rows(N, K)) * K; }
 
 double estimated_cycles(const Problem& q, int sm_count) {
-  constexpr double kStart = 1000;  // of a piece, beside the quantizer
+  constexpr double kStart = 4000;  // of a piece, beside the quantizer
   constexpr double kDecodedPerCycle = 9.5;  // weights of an SM, by the memory's rate
   double cycles = 0;
   const int64_t rows = chunk_rows(q.N, q.K);

@@ -15,7 +15,7 @@ namespace kitchen::w4a8::hopper {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 30, kMostK = 131071;
-constexpr int kTokenTiles[] = {32, 64, 128, 256};
+constexpr int kTokenTiles[] = {32, 64, 128, 160, 192, 256};
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int log2_of(int64_t power) {
@@ -23,7 +23,7 @@ int log2_of(int64_t power) {
   while (int64_t{1} << log < power) ++log;
   return log;
 }
-bool whole(const Plan& plan) { return plan.tokens <= 64; }
+bool whole(const Plan& plan) { return plan.tokens <= 128; }
 
 CUtensorMap byte_map(const void* data, int64_t rows, int64_t columns, int64_t pitch, int box_rows, int box_columns,
                      bool swizzle) {
@@ -45,13 +45,6 @@ Tiles tiles_of(const Problem& q, const Plan& plan) {
   return t;
 }
 
-// Bytes of s_rel that a stage takes of a row, where they lie within the row and are aligned; else 0.
-int scale_width(const ScaledMmParams& p) {
-  const int64_t width = std::max<int64_t>(1, kStage / p.group), groups = p.K / p.group;
-  const bool aligned = groups % width == 0 && reinterpret_cast<uintptr_t>(p.s_rel) % width == 0;
-  return p.K % kStage == 0 && aligned ? static_cast<int>(width) : 0;
-}
-
 // Of so many blocks: a GPC's SMs do not divide evenly (an H200: 132, 66, 39, 30 and about 12).
 double clusters_at_once(int splits, int sm_count) {
   const double usable = splits <= 2 ? 1.0 : splits == 3 ? 0.89 : splits == 4 ? 0.91 : 0.75;
@@ -64,16 +57,16 @@ double cost(const Problem& q, const Plan& plan, int sm_count) {
     int tokens;
     double four, six, store;  // cycles of 128 columns at 4 and at 6 bits, and of a tile's end
   };
-  constexpr TileCost kTileCosts[] = {
-      {32, 470, 670, 1500}, {64, 510, 690, 2500}, {128, 1150, 1350, 2500}, {256, 1450, 1700, 4000}};
-  constexpr double kStart = 6000, kCluster = 6000;
+  constexpr TileCost kTileCosts[] = {{32, 400, 550, 2500},    {64, 440, 580, 3000},    {128, 490, 620, 3000},
+                                     {160, 1280, 1850, 2500}, {192, 1500, 1950, 3500}, {256, 1200, 1560, 3700}};
+  constexpr double kStart = 9500, kCluster = 3000, kClusterLarge = 7000;
   const Tiles t = tiles_of(q, plan);
   const TileCost& c = *std::find_if(std::begin(kTileCosts), std::end(kTileCosts),
                                     [&](const TileCost& of) { return of.tokens == plan.tokens; });
   const double tile = t.stages_per_split * (q.bits == 6 ? c.six : c.four) + c.store;
   const double blocks = double(t.tiles_m) * t.tiles_n * plan.splits;
   const double rounds = std::ceil(blocks / plan.splits / clusters_at_once(plan.splits, sm_count));
-  return plan.splits > 1 ? rounds * (kStart + kCluster + tile) : kStart + rounds * tile;
+  return plan.splits > 1 ? rounds * (kStart + (whole(plan) ? kCluster : kClusterLarge) + tile) : kStart + rounds * tile;
 }
 
 template <class Config>
@@ -83,14 +76,15 @@ void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_
   KernelParams params = {};
   params.tiles = tiles_of(problem, plan);
   const int64_t padded = ceil_div(p.K, kStage) * kStage, pitch = p.K / 8 * p.bits;
-  params.tokens = byte_map(p.a, p.M, padded, padded, Config::kTokens, kStage, true);
+  params.tiles.box_tokens = static_cast<int>(std::min<int64_t>(p.M, Config::kTokens));
+  params.tokens = byte_map(p.a, p.M, padded, padded, params.tiles.box_tokens, kStage, true);
   params.nibbles = byte_map(p.codes, p.N, p.K / 2, pitch, Config::kRows, kStage / 2, false);
   params.tops = params.nibbles;
   if (p.bits == 6) params.tops = byte_map(p.codes + p.K / 2, p.N, p.K / 4, pitch, Config::kRows, kStage / 4, false);
   params.s_rel = p.s_rel;
   params.codebook = p.codebook;
   params.epilogue = epilogue_params(p);
-  params.tiles.scale_width = scale_width(p);
+  params.tiles.overlap = p.residual == nullptr;  // which may be the result itself
 
   const bool aligned = p.N % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0;
   const bool plain = p.residual == nullptr && p.out_type != DType::kFloat32;
@@ -126,14 +120,22 @@ void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_
   host::check(cudaLaunchKernelEx(&config, kernel, params), "w4a8_hopper");
 }
 
-template <int kBits>
+template <int kBits, bool kPairs>
 void launch_tokens(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
   switch (plan.tokens) {
-    case 32: return launch<Config<kBits, 32>>(p, plan, sm_count, stream);
-    case 64: return launch<Config<kBits, 64>>(p, plan, sm_count, stream);
-    case 128: return launch<Config<kBits, 128>>(p, plan, sm_count, stream);
-    default: return launch<Config<kBits, 256>>(p, plan, sm_count, stream);
+    case 32: return launch<Config<kBits, 32, kPairs>>(p, plan, sm_count, stream);
+    case 64: return launch<Config<kBits, 64, kPairs>>(p, plan, sm_count, stream);
+    case 128: return launch<Config<kBits, 128, kPairs>>(p, plan, sm_count, stream);
+    case 160: return launch<Config<kBits, 160, kPairs>>(p, plan, sm_count, stream);
+    case 192: return launch<Config<kBits, 192, kPairs>>(p, plan, sm_count, stream);
+    default: return launch<Config<kBits, 256, kPairs>>(p, plan, sm_count, stream);
   }
+}
+
+template <int kBits>
+void launch_group(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
+  p.group == 16 ? launch_tokens<kBits, true>(p, plan, sm_count, stream)
+                : launch_tokens<kBits, false>(p, plan, sm_count, stream);
 }
 
 }  // namespace
@@ -145,6 +147,7 @@ const char* unsupported(const Problem& q) {
   if (q.K % (q.bits == 4 ? 32 : 64) != 0)
     return "the copy engine needs rows of 16 bytes: K must be a multiple of 32 (6 bits: of 64)";
   if (q.group < 16 || q.group > 256 || (q.group & (q.group - 1)) != 0) return "takes groups of 16, 32, 64, 128 and 256";
+  if (q.K / q.group * q.N >= int64_t{1} << 32) return "more than 2^32 - 1 scales";
   if (host::find_tensor_map_encoder() == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled";
   return nullptr;
 }
@@ -157,11 +160,11 @@ const char* rejected(const Problem& q, const Plan& plan) {
   if (plan.tokens == 0 && !q.copies_result) return "rows of the result and the residual must be aligned to 16 bytes";
   if (plan.tokens == 0) return plan.splits == 1 ? nullptr : "decoded first, K is not split";
   if (std::find(std::begin(kTokenTiles), std::end(kTokenTiles), plan.tokens) == std::end(kTokenTiles))
-    return "tiles have 32, 64, 128 or 256 tokens, and 0 decodes first";
+    return "tiles have 32, 64, 128, 160, 192 or 256 tokens, and 0 decodes first";
   if (plan.splits < 1 || plan.splits > 8 || (plan.splits > 4 && plan.splits < 8)) return "K is split in 1, 2, 3, 4 or 8";
-  if (plan.splits == (whole(plan) ? 3 : 8)) return "tiles of up to 64 tokens split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
-  const int64_t stages = ceil_div(q.K, kStage);
-  if ((plan.splits - 1) * ceil_div(stages, plan.splits) >= stages) return "a piece of K would be empty";
+  if (plan.splits == (whole(plan) ? 3 : 8)) return "tiles of up to 128 tokens split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
+  const int64_t stages = ceil_div(q.K, kStage), left = stages - (plan.splits - 1) * ceil_div(stages, plan.splits);
+  if (left < (plan.tokens == 128 ? 3 : 1)) return "a piece of K would be shorter than the warpgroups that take turns";
   if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, rows_of(plan.tokens)) * plan.splits > (int64_t{1} << 31) - 1)
     return "more than 2^31 - 1 tiles";
   return nullptr;
@@ -205,6 +208,7 @@ void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int
   }
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   host::require((address(p.a) | address(p.codes)) % 16 == 0, "w4a8_hopper: a and the codes must be aligned to 16 bytes");
+  host::require(address(p.s_rel) % 2 == 0, "w4a8_hopper: s_rel must be aligned to 2 bytes");
   host::DeviceGuard guard(device);
   const int sm_count = host::attribute(cudaDevAttrMultiProcessorCount, device);
   const Plan plan = forced != nullptr ? *forced : choose_plan(problem, sm_count);
@@ -215,7 +219,7 @@ void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int
   order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, stream);
   p.a = workspace;
   p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
-  p.bits == 4 ? launch_tokens<4>(p, plan, sm_count, stream) : launch_tokens<6>(p, plan, sm_count, stream);
+  p.bits == 4 ? launch_group<4>(p, plan, sm_count, stream) : launch_group<6>(p, plan, sm_count, stream);
 }
 
 }  // namespace kitchen::w4a8::hopper

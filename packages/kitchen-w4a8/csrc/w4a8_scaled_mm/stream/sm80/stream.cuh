@@ -28,18 +28,15 @@
 #include "kitchen/ptx/cluster.h"
 #include "kitchen/ptx/cp_async_group.h"
 #include "kitchen/ptx/dependent_launch.h"
-#include "kitchen/ptx/receive_phase.h"
-#include "kitchen/ptx/store_async.h"
 #include "kitchen/quant/w4a8_decode.h"
-#include "w4a8_scaled_mm/smxx/scale_epilogue.cuh"
+#include "w4a8_scaled_mm/smxx/tile_sums.cuh"
 
 namespace kitchen::w4a8::stream {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
-constexpr int kRows = 16;  // outputs of a warp
+constexpr int kRows = kTileRows;  // outputs of a warp
 constexpr int kStep = 256;  // columns
-constexpr int kTokens = 8;  // of an MMA
-constexpr int kSumPad = 4;  // words between the sums of two tokens: lanes of a fragment meet no bank twice
+constexpr int kTokens = kTokenBlock;  // of an MMA
 constexpr int kMostStages = 4;
 constexpr int kRowBytes = 16, kSplitRows = 128;
 constexpr int kTableBytes = (256 + kSplitRows) * kRowBytes;  // 4 bits: decode_table_row of all bytes, split_row of scales >= 0
@@ -56,9 +53,9 @@ struct Config {
   static constexpr int kRegisters = kTokenBlocks == 1 ? 88 : 128;
 };
 
-struct Layout {
-  int M, N, K;
-  int tiles, steps_per_split, splits, splits_log2, warps_n, warps_n_log2;
+struct Layout : TileShape {
+  int N, K;
+  int tiles, steps_per_split;
   int stages;  // of a ring, 2 .. kMostStages
   int group_log2, groups_per_row;
   int token_pitch;  // bytes between tokens: 16 modulo 128
@@ -331,96 +328,6 @@ __device__ __forceinline__ void multiply(Sums<Config>& sums, const uint8_t* stag
   }
 }
 
-// A warp's sums into those of the tile, [M][16 * warps_n + kSumPad].
-template <class Config>
-__device__ __forceinline__ void add_sums(int* shared, const Sums<Config>& sums, const Layout& l, int warp_n) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, pitch = kRows * l.warps_n + kSumPad;
-  int* const mine = shared + warp_n * kRows + lane / 4;
-#pragma unroll
-  for (int j = 0; j < Config::kTokenBlocks; ++j) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int token = kTokens * j + 2 * (lane % 4) + e % 2;
-      if (token < l.M) atomicAdd(mine + token * pitch + 8 * (e / 2), sums.value(j, e));
-    }
-  }
-}
-
-// Who finishes which four neighbouring outputs ("quads") of which token: block `rank` of the cluster has every splits-th run of
-// up to 8 quads.
-struct Ownership {
-  int per_token, per_token_log2, together_log2, quads, splits_log2;
-
-  __device__ __forceinline__ explicit Ownership(const Layout& l)
-      : per_token(4 * l.warps_n),
-        per_token_log2(2 + l.warps_n_log2),
-        together_log2(min(2 + l.warps_n_log2, 3)),
-        quads(l.M * per_token),
-        splits_log2(l.splits_log2) {}
-  __device__ __forceinline__ unsigned owner_of(int quad) const { return quad >> together_log2 & ((1 << splits_log2) - 1); }
-  __device__ __forceinline__ int slot_of(int quad) const {
-    return (quad >> together_log2 >> splits_log2 << together_log2) + (quad & ((1 << together_log2) - 1));
-  }
-  __device__ __forceinline__ int quad_of(int slot, unsigned rank) const {
-    return (((slot >> together_log2 << splits_log2) + static_cast<int>(rank)) << together_log2) +
-           (slot & ((1 << together_log2) - 1));
-  }
-  // Quads that block `rank` finishes; runs are whole, since per_token is a multiple of a run.
-  __device__ __forceinline__ int count_of(unsigned rank) const {
-    return (((quads >> together_log2) + (1 << splits_log2) - 1 - static_cast<int>(rank)) >> splits_log2) << together_log2;
-  }
-};
-
-__device__ __forceinline__ void finish_quad(const KernelParams& p, const float* token_scales, const float2* columns,
-                                            int first_row, int quad, const int4& sum) {
-  const int per_token_log2 = 2 + p.layout.warps_n_log2, m = quad >> per_token_log2,
-            column = (quad & ((1 << per_token_log2) - 1)) * 4;
-  const float a_scale = token_scales[m];
-  const int acc[4] = {sum.x, sum.y, sum.z, sum.w};
-  float y[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) y[e] = scale(acc[e], a_scale, columns[column + e].x, columns[column + e].y);
-  finish_four(p.epilogue, m, first_row + column, y);
-}
-
-// Every quad of a tile, its sums set to zero again: over a cluster, sent to the block that adds them up; then finished.
-__device__ __forceinline__ void finish_tile(const KernelParams& p, int* sums, const float* token_scales, const float2* columns,
-                                            int4* received, uint64_t* barrier, uint32_t parity, int tile, unsigned rank) {
-  const Layout& l = p.layout;
-  const Ownership ownership(l);
-  const int pitch = kRows * l.warps_n + kSumPad, first_row = tile * kRows * l.warps_n;
-  const auto take = [&](int quad) {
-    int4* const at =
-        reinterpret_cast<int4*>(sums + (quad >> ownership.per_token_log2) * pitch + (quad & (ownership.per_token - 1)) * 4);
-    const int4 sum = *at;
-    *at = make_int4(0, 0, 0, 0);
-    return sum;
-  };
-  if (l.splits > 1) {
-#pragma unroll 1
-    for (int quad = threadIdx.x; quad < ownership.quads; quad += kThreads) {
-      ptx::store_async_16(received + ownership.slot_of(quad) * l.splits + rank, barrier, ownership.owner_of(quad), take(quad));
-    }
-    ptx::receive_wait_phase(barrier, parity);
-  }
-  const int count = ownership.count_of(rank);
-#pragma unroll 1
-  for (int slot = threadIdx.x; slot < count; slot += kThreads) {
-    int4 sum;
-    if (l.splits == 1) {
-      sum = take(slot);
-    } else {
-      sum = received[slot * l.splits];
-#pragma unroll 1
-      for (int s = 1; s < l.splits; ++s) {
-        const int4 other = received[slot * l.splits + s];
-        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-      }
-    }
-    finish_quad(p, token_scales, columns, first_row, ownership.quad_of(slot, rank), sum);
-  }
-}
-
 // Tables of the decoder, by 256 threads; whether products split by sign.
 template <class Config>
 __device__ __forceinline__ bool fill_table(uint8_t* table, const float (&levels)[16]) {
@@ -481,7 +388,7 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
   if (l.splits > 1) {
     if (threadIdx.x == 0) {
       ptx::receive_init(&barrier);
-      ptx::receive_expect(&barrier, Ownership(l).count_of(rank) * l.splits * sizeof(int4));
+      ptx::receive_expect(&barrier, Ownership(l).bytes_for(rank));
     }
     __syncwarp();
     ptx::cluster_arrive();  // this block has started: others may write to its shared memory
@@ -529,15 +436,16 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
       stage = stage + 1 == l.stages ? 0 : stage + 1;
     }
     if (own_column < columns) columns_of_tile[odd * columns + own_column] = column;
-    add_sums<Config>(sums_of_tile + odd * l.sum_words, sums, l, warp_n);
+    add_fragments<Config::kTokenBlocks>(sums_of_tile + odd * l.sum_words, l, warp_n, [&](int j, int e) { return sums.value(j, e); });
     if (rounds < l.stages) wait_group(rounds - 1);  // the next scales came with the first round's load
     if (l.splits > 1) ptx::cluster_wait();  // every block has taken what was sent to it before
     __syncthreads();
-    finish_tile(p, sums_of_tile + odd * l.sum_words, token_scales, columns_of_tile + odd * columns,
-                reinterpret_cast<int4*>(shared + l.received_at), &barrier, odd, tile, rank);
+    const TileMemory memory = {sums_of_tile + odd * l.sum_words, token_scales, columns_of_tile + odd * columns,
+                               reinterpret_cast<int4*>(shared + l.received_at), &barrier};
+    finish_tile<kThreads>(p.epilogue, l, memory, odd, tile, rank, [](int) { return 0; });
     if (l.splits > 1) {
       __syncthreads();  // all have waited for the phase and taken their sums
-      if (threadIdx.x == 0) ptx::receive_expect(&barrier, Ownership(l).count_of(rank) * l.splits * sizeof(int4));
+      if (threadIdx.x == 0) ptx::receive_expect(&barrier, Ownership(l).bytes_for(rank));
       __syncwarp();
       ptx::cluster_arrive();
     }

@@ -1,0 +1,124 @@
+// What hopper.cuh works on: tile sizes, a block's shared memory, parameters, and the order in which blocks take tiles.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "w4a8_scaled_mm/smxx/scale_epilogue.cuh"
+
+namespace kitchen::w4a8::hopper {
+
+constexpr int kStage = 128;  // columns
+constexpr int kSteps = kStage / 32;  // instructions of a stage
+constexpr int kSumPad = 4;
+constexpr int kChunkTokens = 32;  // that leave at once
+constexpr int kStoreColumns = 64;  // outputs of a warpgroup: 128 bytes of a 16-bit result
+constexpr int kStoreBytes = kChunkTokens * kStoreColumns * 2;  // one of the two staging buffers of a warpgroup
+constexpr int kSharedLimit = 227 * 1024, kReservedBytes = 512;
+
+// Outputs of a tile of so many tokens. A warpgroup has 64; three of them have no registers for the sums of 256 tokens.
+constexpr int rows_of(int tokens) { return tokens <= 128 ? 64 : tokens <= 192 ? 192 : 128; }
+
+template <int kBits_, int kTokens_, bool kPairs_>
+struct Config {
+  static constexpr int kBits = kBits_, kTokens = kTokens_;
+  static constexpr bool kPairs = kPairs_;  // groups of 16, whose scales are read two at a time
+  static constexpr bool kWhole = kTokens <= 128;  // all sums at once
+  static constexpr int kRows = rows_of(kTokens), kGroupThreads = 2 * kRows;
+  static constexpr int kWarpgroups = !kWhole ? kRows / 64 : kTokens <= 64 ? 4 : 3;  // that multiply
+  static constexpr int kConsumerThreads = 128 * kWarpgroups, kThreads = kConsumerThreads + 128;
+  static constexpr int kGroups = kConsumerThreads / kGroupThreads;  // that take turns of stages
+  // Of a thread. What consumers gain, the producer's warpgroup gives: the block starts with equal shares, a multiple of 8.
+  static constexpr int kConsumerRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
+  static_assert(kConsumerThreads * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * kFirstRegisters,
+                "consumers would wait for registers for ever");
+  // Eight lanes read rows of the decode table at once, each that of a scale of its own: so each has a copy in banks of its own
+  // (at 6 bits, where rows have 8 bytes and arithmetic decides, four lanes share one).
+  static constexpr int kCopies = kBits == 4 ? 8 : 4, kTableRow = kCopies * (kBits == 4 ? 16 : 8);
+  static constexpr int kTableBytes = 256 * kTableRow;
+  static constexpr int kTokenBytes = kTokens * kStage, kNibbleBytes = kRows * kStage / 2,
+                       kTopBytes = kBits == 6 ? kRows * kStage / 4 : 0;
+  static constexpr int kCodeBytes = kNibbleBytes + kTopBytes, kStageBytes = kTokenBytes + kCodeBytes;
+  static constexpr int kSumPitch = kRows + kSumPad;
+  static constexpr int kSumBytes = 4 * kSumPitch * (kWhole ? kTokens : kChunkTokens);
+  static constexpr int kOther = kTableBytes + kReservedBytes + 2 * (8 * kRows + 4 * kTokens) + 2048;
+  static constexpr int kStages = (kSharedLimit - kOther - kSumBytes) / kStageBytes;
+  static_assert(kWhole || kSumBytes >= 2 * kWarpgroups * kStoreBytes, "either way out takes the same place");
+  static_assert(kWhole || 4 * kSumPitch * kTokens <= kStages * kStageBytes + kSumBytes,
+                "sums of a split K take the place of the stages and of sums");
+  static_assert(kTokens % kChunkTokens == 0, "sums leave by chunks");
+  static_assert(kStages >= 3, "fewer than three stages cannot hide the copies");
+};
+
+template <class Config>
+struct TileScales {
+  float2 columns[Config::kRows];  // b_scale and bias of the tile's outputs
+  float tokens[Config::kTokens];  // a_scale
+};
+
+template <class Config>
+struct SharedStorage {
+  alignas(1024) uint8_t tokens[Config::kStages][Config::kTokenBytes];
+  alignas(128) uint8_t codes[Config::kStages][Config::kCodeBytes];
+  alignas(1024) uint8_t sums[Config::kSumBytes];
+  alignas(128) uint8_t table[Config::kTableBytes];
+  TileScales<Config> scales[2];  // of two tiles in turn
+  uint64_t full[Config::kStages];  // tokens and codes of a stage have landed
+  uint64_t empty[Config::kStages];  // every consumer warp has read it
+};
+
+struct Tiles {
+  int M, N, K;
+  int splits, stages_per_split;
+  int tiles_m, tiles_n;
+  int raster_group;  // rows of tiles (of tokens) walked together
+  int group_log2, groups_per_row;
+  int box_tokens;  // that are copied: of a tile, or all M where they are fewer
+  bool overlap;  // the last tiles are moved back over those before them, whose results they repeat
+  bool result_mapped;  // a 16-bit result without a residual, in rows that the copy engine can write
+};
+
+struct KernelParams {
+  CUtensorMap tokens, nibbles, tops, result;
+  Tiles tiles;
+  const uint8_t* s_rel;
+  const float* codebook;
+  EpilogueParams epilogue;
+};
+
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// Where a tile begins. Filling what lies beyond the matrix with zeros takes the copy engine longer than copying as much, so
+// tiles are moved rather than filled.
+__device__ __forceinline__ int tile_begin(int index, int size, int length, bool overlap) {
+  return overlap && length >= size ? min(index * size, length - size) : index * size;
+}
+
+// The tiles of a block (of a cluster): x the first output, y the first token.
+template <class Config>
+struct Walk {
+  const Tiles& t;
+  int index, step;
+  __device__ __forceinline__ explicit Walk(const Tiles& tiles)
+      : t(tiles), index(static_cast<int>(blockIdx.x) / tiles.splits), step(static_cast<int>(gridDim.x) / tiles.splits) {}
+  __device__ __forceinline__ bool done() const { return index >= t.tiles_m * t.tiles_n; }
+  __device__ __forceinline__ void next() { index += step; }
+  __device__ __forceinline__ int2 tile() const {
+    const int group = index / (t.raster_group * t.tiles_n), first = group * t.raster_group;
+    const int rows = min(t.raster_group, t.tiles_m - first), inside = index - first * t.tiles_n;
+    return {tile_begin(inside / rows, Config::kRows, t.N, t.overlap),
+            tile_begin(first + inside % rows, Config::kTokens, t.M, t.overlap)};
+  }
+};
+
+}  // namespace kitchen::w4a8::hopper

@@ -1,0 +1,100 @@
+"""The resident layout: codes and scales of a weight interleaved in the order in which the kernel for few rows of x takes them.
+
+It lives in memory only and is never saved. A weight [N, K] is cut into blocks of 16 rows and steps of 256 columns; each makes a
+record, and the records lie one behind the other, steps within blocks. In a record lane (g, q), g < 8 and q < 4, has rows g and
+g + 8 (i = 0 and 1) and in either half of the columns, h = 0 and 1, the 32 from 128 h + 32 q on:
+
+    [h][i][g][q] 16 bytes of nibbles
+    [i][g][q][h]  8 bytes of top bits (6 bits)
+    [g][q][i][h]  2 scales, e4m3, where groups have 16 columns; else [16, 256/g] scales by row
+
+so that a warp reads memory from end to end, 512 bytes at once. The bytes are as many as those of codes and scales.
+docs/formats/asym_w4a8_int8.md says what becomes of such a weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+ROWS, COLUMNS = 16, 256  # of a record
+STRIP_BYTES = 32 << 20  # of a weight that are moved at once
+
+
+class Shape(NamedTuple):
+    """What the bytes of a resident weight do not say."""
+
+    n: int
+    k: int
+    bits: int
+    group: int
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a row."""
+        return self.k * self.bits // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """Codes and scales of a row."""
+        return self.code_bytes + self.k // self.group
+
+
+def pack(buffer: torch.Tensor, shape: Shape) -> None:
+    """``buffer``, uint8 [N * row_bytes], holds the codes and behind them the scales: re-lay them in place.
+
+    Beside the buffer it needs a copy of the scales and of one strip.
+    """
+    scales = buffer[shape.n * shape.code_bytes :].view(shape.n, -1).clone()
+    # From the end: the records of a strip are longer than its codes, and reach into codes that have been moved already.
+    for start, stop in reversed(_strips(shape)):
+        codes = buffer[start * shape.code_bytes : stop * shape.code_bytes].view(stop - start, -1).clone()
+        buffer[start * shape.row_bytes : stop * shape.row_bytes] = _records(codes, scales[start:stop], shape)
+
+
+def unpack(buffer: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, uint8 [N, code_bytes], and the bytes of the scales, [N, K/g], of a resident weight: new tensors."""
+    codes = buffer.new_empty((shape.n, shape.code_bytes))
+    scales = buffer.new_empty((shape.n, shape.k // shape.group))
+    for start, stop in _strips(shape):
+        records = buffer[start * shape.row_bytes : stop * shape.row_bytes]
+        codes[start:stop], scales[start:stop] = _stored(records, stop - start, shape)
+    return codes, scales
+
+
+def _strips(shape: Shape) -> list[tuple[int, int]]:
+    """Rows that are moved at once: whole blocks."""
+    step = max(1, STRIP_BYTES // (ROWS * shape.row_bytes)) * ROWS
+    return [(start, min(start + step, shape.n)) for start in range(0, shape.n, step)]
+
+
+def _records(codes: torch.Tensor, scales: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """The bytes of the records of some rows."""
+    blocks, steps, half = len(codes) // ROWS, shape.k // COLUMNS, shape.k // 2
+    nibbles = codes[:, :half].reshape(blocks, 2, 8, steps, 2, 4, 16)  # block, i, g, step, h, q
+    parts = [nibbles.permute(0, 3, 4, 1, 2, 5, 6)]
+    if shape.bits == 6:
+        parts.append(codes[:, half:].reshape(blocks, 2, 8, steps, 2, 4, 8).permute(0, 3, 1, 2, 5, 4, 6))
+    if shape.group == 16:
+        parts.append(scales.reshape(blocks, 2, 8, steps, 2, 4, 2).permute(0, 3, 2, 5, 1, 4, 6))
+    else:
+        parts.append(scales.reshape(blocks, ROWS, steps, COLUMNS // shape.group).transpose(1, 2))
+    return torch.cat([part.reshape(blocks, steps, -1) for part in parts], 2).flatten()
+
+
+def _stored(records: torch.Tensor, count: int, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of ``count`` rows."""
+    blocks, steps = count // ROWS, shape.k // COLUMNS
+    nibble_bytes, top_bytes = ROWS * COLUMNS // 2, ROWS * COLUMNS // 4 if shape.bits == 6 else 0
+    nibbles, tops, scales = records.view(blocks, steps, -1).split(
+        (nibble_bytes, top_bytes, ROWS * COLUMNS // shape.group), 2
+    )
+    planes = [nibbles.reshape(blocks, steps, 2, 2, 8, 4, 16).permute(0, 3, 4, 1, 2, 5, 6).reshape(count, -1)]
+    if shape.bits == 6:
+        planes.append(tops.reshape(blocks, steps, 2, 8, 4, 2, 8).permute(0, 2, 3, 1, 5, 4, 6).reshape(count, -1))
+    if shape.group == 16:
+        scales = scales.reshape(blocks, steps, 8, 4, 2, 2, 2).permute(0, 4, 2, 1, 5, 3, 6)
+    else:
+        scales = scales.reshape(blocks, steps, ROWS, -1).transpose(1, 2)
+    return torch.cat(planes, 1), scales.reshape(count, -1)
