@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times awq_linear against bf16 F.linear, torch's tinygemm, a plain read and, if installed, comfy-kitchen.
+"""Times awq_linear against bf16 F.linear, torch's tinygemm, a plain read and, where installed, comfy-kitchen and humming.
 
 python packages/kitchen-awq/bench/awq.py --out benchmarks/results/h200/awq.json
 
@@ -9,6 +9,8 @@ Then M = 1 .. 300, to awq_sweep.json beside the other file; ``--only linear`` or
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import math
 import sys
 from pathlib import Path
@@ -20,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 import benchlib
 
 import kitchen_core as kc
-from kitchen_awq import _dequantized, _launch
+from kitchen_awq import _dequantized, _launch, resident
 from kitchen_awq._extension import EXTENSION
+from kitchen_awq.kernels import STREAM_ROWS
 from kitchen_core.packing import unpack_nibbles
 from kitchen_core.reference.awq import dequantize_awq
 
@@ -65,21 +68,60 @@ def tinygemm_weight(packed, group: int):
     return tiles, torch.stack((scale, zero), -1).contiguous(), group
 
 
+class Humming:
+    """humming's layer over 4-bit weights with zero points, in ``copies``; it quantizes a dense weight of the same shape."""
+
+    def __init__(self, dense: torch.Tensor, group: int, copies: int) -> None:
+        from humming.forward import humming_forward
+        from humming.schema import HummingWeightSchema
+        from humming.transform import prepare_and_transform_humming_tensors
+        from humming.tune import get_heuristics_config
+
+        n, k = dense.shape
+        schema = HummingWeightSchema(b_dtype="uint4", weight_scale_group_size=group, has_zero_point=True)
+        tensors = HummingWeightSchema.quant_tensor(dense, schema, BF16)
+        self.config, made = prepare_and_transform_humming_tensors(
+            tensors, shape_n=n, shape_k=k, weight_schema=schema, input_schema=None, torch_dtype=BF16
+        )
+        self.layers = [{name: t.clone() for name, t in made.items()} for _ in range(copies)]
+        self.locks = [torch.zeros(2048, dtype=torch.int32, device="cuda") for _ in range(copies)]
+        self.tunings = get_heuristics_config(self.config)
+        self.forward = humming_forward
+
+    def call(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        tuning = next(json.dumps(found) for least, most, found in self.tunings if least < x.shape[0] <= most)
+        return self.forward(self.config, inputs=x, locks=self.locks[i], tuning_config=tuning, **self.layers[i])
+
+
+def humming_or_none(dense: torch.Tensor, group: int, copies: int) -> Humming | None:
+    """None where it is not installed, and for groups other than the announced ones: it compiles a kernel for each."""
+    if group not in GROUPS or importlib.util.find_spec("humming") is None:
+        return None
+    return Humming(dense, group, copies)
+
+
 def random_weight(n: int, k: int, group: int):
     codes = torch.randint(-128, 128, (n, k // 2), dtype=torch.int8, device="cuda")
     scale = (torch.rand(k // group, n, device="cuda") * 0.01 + 0.002).to(BF16)
     return codes, scale, (torch.randn(k // group, n, device="cuda") * 0.03).to(BF16)
 
 
+def in_resident_order(packed):
+    """Weights as `optimize_for_decode` leaves them."""
+    made = [(codes.clone(), scale, zero) for codes, scale, zero in packed]
+    for codes, _, _ in made:
+        resident.pack_(codes)
+    return made
+
+
 def workspace_bytes(kernel: str, M: int, N: int, K: int, group: int) -> int:
     if kernel == "awq/dequantized":
         return _dequantized.choose_pieces(M, N, K, 2, True).workspace_bytes
     route = {"awq/stream": _launch.STREAM, "awq/decode": _launch.DECODE, "awq/sm90": _launch.HOPPER}[kernel]
-    rows = min(M, _launch.rows_at_a_time(-(-K // _launch.STAGE_COLUMNS) * _launch.STAGE_COLUMNS))
-    return _launch.plan_of(route, rows, N, K, group, BF16, BF16, 0).workspace_bytes
+    return _launch.plan_of(route, M, N, K, group, BF16, BF16, 0).workspace_bytes
 
 
-def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
+def measure(M: int, K: int, N: int, group: int, packed, optimized, dense, tiny, humming) -> dict:
     """One row, all columns from one interleaved run."""
     copies = len(packed)
     x = torch.randn(M, K, device="cuda", dtype=BF16)
@@ -94,9 +136,12 @@ def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
         EXTENSION.module.yardstick_read(buffer.data_ptr(), read_bytes, sink.data_ptr(), 0, stream)
 
     linear = lambda i: kc.awq_linear(x, *packed[i], None, group)  # noqa: E731
-    times = benchlib.time_variants(
-        {"linear": linear, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": read}, copies, 400.0, 5
-    )
+    variants = {"linear": linear, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": read}
+    if optimized and M <= STREAM_ROWS:
+        variants["resident"] = lambda i: _launch.fused_linear(
+            _launch.STREAM, x, *optimized[i], None, group, resident=True
+        )
+    times = benchlib.time_variants(variants, copies, 400.0, 5)
     peers = {}
     if tiny:
         peers["tinygemm"] = lambda i: torch._weight_int4pack_mm(
@@ -105,6 +150,8 @@ def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
     theirs = ck_linear() if group in GROUPS else None  # at group 16 and 16 rows it reads where it may not
     if theirs is not None:
         peers["comfy-kitchen"] = lambda i: theirs(x, *packed[i], None, group)
+    if humming is not None:
+        peers["humming"] = lambda i: humming.call(x, i)
     reps = 3 if M <= 16 else 1
     found = benchlib.time_variants(peers, 2 if M > SLOW_PEER_ROWS else copies, 100.0, reps) if peers else {}
     with kc.trace() as calls:
@@ -117,8 +164,10 @@ def measure(M: int, K: int, N: int, group: int, packed, dense, tiny) -> dict:
     return {
         "case": f"g{group}", "part": "linear", "M": M, "N": N, "K": K, "group": group,
         "us": round(times["linear"].us, 3), "us_p80": round(times["linear"].us_p80, 3),
+        "resident_us": round(times["resident"].us, 3) if "resident" in times else None,
         "bf16_us": round(times["bf16"].us, 3), "ck_us": round(ck.us, 3) if ck else None,
         "best_peer": {"name": best[1], "us": round(best[0], 3)} if best else None,
+        "peers": {name: round(timing.us, 3) for name, timing in found.items()},
         "read_us": round(times["read"].us, 3), "copy_us": None,
         "err": float((y[:16].double() - exact).norm() / exact.norm()),
         "err_bf16": float((F.linear(x, dense[0])[:16].double() - wide).norm() / wide.norm()),
@@ -189,8 +238,10 @@ def main() -> None:
             made = (K, N, group)
             packed = [random_weight(N, K, group) for _ in range(benchlib.copies_for(N * K / 2))]
             dense = [torch.randn(N, K, device="cuda", dtype=BF16) * 0.02 for _ in range(benchlib.copies_for(2 * N * K))]
+            optimized = in_resident_order(packed) if group in GROUPS else []
             tiny = [tinygemm_weight(w, group) for w in packed] if group in (32, 64, 128, 256) else []
-        row = measure(M, K, N, group, packed, dense, tiny)
+            humming = humming_or_none(dense[0], group, len(packed))
+        row = measure(M, K, N, group, packed, optimized, dense, tiny, humming)
         rows.append(row)
         print(
             f"g{group} K={K:5} N={N:5} M={M:5} {row['us']:8.2f} us, bf16 {row['bf16_us']:8.2f} = "

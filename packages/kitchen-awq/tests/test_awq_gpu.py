@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
 from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS
 from kitchen_core import ops, use
-from kitchen_core.devices import simulated_facts
+from kitchen_core.devices import simulate, simulated_facts
 from kitchen_core.launch import DTYPE_CODES
 from kitchen_core.reference import awq as reference
 from kitchen_core.testing import assert_close, assert_equal, expect_kernel, relative_error, tolerance, unit_roundoff
@@ -127,14 +128,15 @@ def test_one_hot_rows_for_every_variant(route, dtype):
     for group, scales in ((32, dtype), (128, dtype), (16, dtype), (64, FP32)):
         packed = weight(n, k, group, scales)
         want = reference.dequantize_awq(*packed, group, dtype)
-        for variant in range(getattr(EXTENSION.module, f"{route}_variants")()):
-            if _launch.plan_of(route, 8, n, k, group, dtype, scales, 0, (variant, 1)).reason:
+        rows = (8, 16, 24, 32, 48, 64) if route == _launch.STREAM else (8,)
+        for variant, m in product(range(getattr(EXTENSION.module, f"{route}_variants")()), rows):
+            if _launch.plan_of(route, m, n, k, group, dtype, scales, 0, (variant, 1)).reason:
                 continue
             ran += 1
             linear = partial(_launch.fused_linear, route, plan=(variant, 1))
-            found = one_hot(lambda x, f=linear, p=packed, g=group: f(x, *p, None, g), k, dtype, 8)
-            assert_equal(found, want, f"{route} variant {variant} group {group}")
-    assert ran >= 10
+            found = one_hot(lambda x, f=linear, p=packed, g=group: f(x, *p, None, g), k, dtype, m)
+            assert_equal(found, want, f"{route} variant {variant} group {group} rows {m}")
+    assert ran >= 4
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -152,6 +154,24 @@ def test_zeros_that_the_packed_decoder_would_round_otherwise(kernel, dtype, edge
     assert_equal(dense, reference.dequantize_awq(codes, scale, zero, 64, dtype))
 
 
+@pytest.mark.parametrize("group", [32, 64, 96, 128])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_group_that_the_packed_decoder_would_round_otherwise(kernel, group):
+    """In one row: the warps beside it, with which it may share instructions, go on as they are."""
+    codes, scale, zero = weight(264, 768, group, BF16)
+    for row in (0, 37, 200, 263):
+        few = zero.clone()
+        few[768 // group // 2, row] = float(scale[768 // group // 2, row]) * 2.0**-22
+        with use(kernel), expect_kernel("awq_linear", kernel):
+            dense = one_hot(
+                lambda x, z=few: ops.awq_linear(x, codes, scale, z, None, group),
+                768,
+                BF16,
+                16 if kernel in FEW_ROWS else 192,
+            )
+        assert_equal(dense, reference.dequantize_awq(codes, scale, few, group, BF16), f"row {row}")
+
+
 # ---------------------------------------------------------------------------------------------------------- products
 
 
@@ -164,7 +184,7 @@ def test_ragged_shapes(kernel, dtype, n, k, group):
     if kernel in VECTORS and n % 8:
         n += 8 - n % 8
     packed = weight(n, k, group, dtype)
-    for i, m in enumerate((1, 2, 7, 16) if kernel in FEW_ROWS else (1, 17, 64, 65, 130, 300)):
+    for i, m in enumerate((1, 2, 7, 16, 17, 29, 48, 64) if kernel in FEW_ROWS else (1, 17, 64, 65, 130, 300)):
         x = floats(m, k, dtype=dtype, seed=m)
         bias = None if i % 3 == 0 else floats(n, dtype=DTYPES[i % 3], seed=2)
         residual = None if i % 2 else floats(m, n, dtype=DTYPES[(i + 1) % 3], seed=3)
@@ -183,6 +203,24 @@ def test_what_no_fused_kernel_takes_is_dequantized(k, group):
     kernel = "awq/dequantized"
     with expect_kernel("awq_linear", kernel):
         check(x, packed, group, ops.awq_linear(x, *packed, None, group))
+
+
+def test_bf16_x_multiplies_in_fp32_where_there_are_no_bf16_tensor_cores(monkeypatch):
+    """A GPU of sm_75, simulated: the same weights, no cuBLAS call in bf16."""
+    packed = weight(72, 512, 64, BF16)
+    x, bias = floats(40, 512, dtype=BF16), floats(72, dtype=BF16)
+    asked, mm = [], torch.mm
+
+    def watched(a, b, **options):
+        asked.extend((a.dtype, b.dtype))
+        return mm(a, b, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    with simulate("sm_75"):
+        y = _dequantized.linear(x, *packed, bias, 64)
+    assert asked
+    assert set(asked) == {FP32}
+    check(x, packed, 64, y, bias)
 
 
 @pytest.mark.parametrize("scales", DTYPES, ids=str)
@@ -221,7 +259,7 @@ def test_every_plan(route):
     ran = 0
     for k, group in ((2080, 32), (1024, 128)):
         packed = weight(200, k, group, BF16)
-        for m in (5, 40, 300):
+        for m in (5, 13, 20, 28, 40, 64, 300):
             x, bias = floats(m, k, dtype=BF16), floats(200, dtype=BF16)
             for variant in range(getattr(EXTENSION.module, f"{route}_variants")()):
                 for splits in SPLITS:
@@ -259,7 +297,7 @@ def test_the_decode_kernel_has_a_plan_wherever_it_offers_itself(sm):
 @pytest.mark.parametrize("n", [17, 24])
 @pytest.mark.parametrize("m", [17, 33, 64])
 def test_rows_that_the_decode_kernel_takes_last(m, n):
-    """Groups of 32 with scales of x's type are launched past the record, which does not offer them yet."""
+    """Past the record: on Hopper other routes take groups of 32."""
     for group, scales in ((32, BF16), (8, BF16), (32, FP32)):
         packed = weight(n, 544, group, scales)
         x = floats(m, 544, dtype=BF16)
@@ -269,7 +307,11 @@ def test_rows_that_the_decode_kernel_takes_last(m, n):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_are_independent_and_runs_equal(kernel):
     packed = weight(264, 1024, 64, BF16)
-    m = 13 if kernel in FEW_ROWS else 77
+    for m in (13, 50) if kernel in FEW_ROWS else (77,):
+        _rows_are_independent(kernel, packed, m)
+
+
+def _rows_are_independent(kernel, packed, m):
     x = floats(m, 1024, dtype=BF16)
     with use(kernel):
         first = ops.awq_linear(x, *packed, None, 64)
@@ -323,23 +365,95 @@ def test_more_than_2_31_outputs(kernel):
         check(x[row : row + 1], packed, 32, y[row : row + 1])
 
 
+# --------------------------------------------------------------------------------------------------- Turing's kernel, forced
+
+TURING = "awq/decode_sm75"
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+@pytest.mark.parametrize("group", GROUPS)
+def test_turing_one_hot_rows_print_the_decoded_weight(group, tiny):
+    codes, scale, zero = weight(72, 768, group, FP16)
+    if tiny:  # beside larger scales: blocks repeat in fp32
+        scale, zero = (scale.float() * 100).to(FP16), (zero.float() * 2.0**-17).to(FP16)
+    for scales in (FP16, FP32):
+        packed = codes, scale.to(scales), zero.to(scales)
+        with use(TURING), expect_kernel("awq_linear", TURING):
+            dense = one_hot(lambda x, p=packed: ops.awq_linear(x, *p, None, group), 768, FP16, 16)
+        assert_equal(dense, reference.dequantize_awq(*packed, group, FP16), f"group {group}, scales {scales}")
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(8, 64, 32), (130, 384, 128), (1000, 2048, 8), (72, 3072, 3072), (33, 12288, 64)]
+)
+def test_turing_products(n, k, group):
+    packed = weight(n, k, group, FP16)
+    for m in (1, 2, 7, 8, 9, 16):
+        x, bias, residual = floats(m, k, dtype=FP16, seed=m), floats(n, dtype=FP16), floats(m, n, dtype=FP16)
+        with use(TURING), expect_kernel("awq_linear", TURING):
+            y = ops.awq_linear(x, *packed, bias, group, residual=residual)
+            assert torch.equal(y, ops.awq_linear(x, *packed, bias, group, residual=residual))
+            other = x.clone()
+            other[1:] = float("nan")
+            assert torch.equal(y[:1], ops.awq_linear(other, *packed, bias, group, residual=residual)[:1])
+        check(x, packed, group, y, bias, residual)
+
+
+def test_turing_writes_nothing_outside_of_the_output():
+    packed, x, guard = weight(72, 512, 64, FP16), floats(5, 512, dtype=FP16), 4096
+    space = torch.full((2 * guard + 5 * 72,), float("nan"), dtype=FP16, device="cuda")
+    out = space[guard:-guard].view(5, 72)
+    _launch.fused_linear(_launch.TURING, x, *packed, None, 64, out=out)
+    check(x, packed, 64, out)
+    assert torch.isnan(space[:guard]).all()
+    assert torch.isnan(space[-guard:]).all()
+
+
 def test_activations_in_front():
     packed = weight(48, 128, 64, BF16)
     for act, width in (("gelu_tanh", 128), ("swiglu", 256)):
         x = floats(6, width, dtype=BF16)
-        with expect_kernel("awq_linear", "awq/dequantized"):
-            y = ops.awq_linear(x, *packed, None, 64, input_act=act)
-        want = reference.awq_linear(x, *packed, None, 64, input_act=act)
-        assert_close(y, want, relative=2 * unit_roundoff(BF16), absolute=tolerance(BF16, 128).accumulation * 128)
+        for kernel in ("awq/float32", "awq/dequantized"):
+            with use(kernel), expect_kernel("awq_linear", kernel):
+                y = ops.awq_linear(x, *packed, None, 64, input_act=act)
+            want = reference.awq_linear(x, *packed, None, 64, input_act=act)
+            assert_close(y, want, relative=2 * unit_roundoff(BF16), absolute=tolerance(BF16, 128).accumulation * 128)
+
+
+@pytest.mark.parametrize("scales", DTYPES, ids=str)
+@pytest.mark.parametrize("decoded", DTYPES, ids=str)
+def test_few_rows_of_float32(decoded, scales):
+    """The weight decodes to any type, to the bit; products are those of fp32."""
+    for n, k, group in ((37, 264, 8), (64, 768, 96), (21, 512, 512)):
+        packed = weight(n, k, group, scales)
+        linear = partial(ops.awq_linear, bias=None, group_size=group, weight_dtype=decoded)
+        with expect_kernel("awq_linear", "awq/float32"):
+            assert_equal(
+                one_hot(lambda x, f=linear, p=packed: f(x, *p), k, FP32, 16),
+                reference.dequantize_awq(*packed, group, decoded).float(),
+            )
+        dense = reference.dequantize_awq(*packed, group, decoded).double()
+        for m in (1, 2, 3, 9, 16):
+            x, bias, residual = floats(m, k, dtype=FP32), floats(n, dtype=BF16), floats(m, n, dtype=FP16)
+            with expect_kernel("awq_linear", "awq/float32"):
+                y = ops.awq_linear(x, *packed, bias, group, weight_dtype=decoded, residual=residual)
+            want = x.double() @ dense.t() + bias.double() + residual.double()
+            size = x.double().abs() @ dense.abs().t() + bias.double().abs() + residual.double().abs()
+            bound = tolerance(FP32, k)
+            assert_close(y, want, relative=bound.relative, absolute=bound.accumulation * size, what=f"M={m}")
+            assert torch.equal(
+                y[:1], ops.awq_linear(x[:1], *packed, bias, group, weight_dtype=decoded, residual=residual[:1])
+            )
 
 
 # --------------------------------------------------------------------------------------------- streams, graphs, compile
 
 
+@pytest.mark.parametrize("few", [1, 9, 40])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_graph_replay_and_weights_written_just_before(kernel):
+def test_graph_replay_and_weights_written_just_before(kernel, few):
     """A captured call follows its inputs, also a weight that the kernel in front has just written."""
-    m = 9 if kernel in FEW_ROWS else 70
+    m = few if kernel in FEW_ROWS else 61 + few
     sources = [weight(264, 1024, 64, BF16, seed) for seed in (1, 2)]
     packed = [t.clone() for t in sources[0]]
     x = floats(m, 1024, dtype=BF16)

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitchen_awq import _dequantized, _launch
+from kitchen_awq import _dequantized
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS, PACKED_DECODE_ROWS, STREAM_ROWS, provider
+from kitchen_awq.kernels import FLOAT32_ROWS, HOPPER_ROWS, MOST_DECODE_ROWS, STREAM_ROWS, TURING_ROWS, provider
 from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
+TURING = "awq/decode_sm75"
 STREAM, DECODE, HOPPER, DEQUANTIZED = "awq/stream", "awq/decode", "awq/sm90", "awq/dequantized"
 
 
@@ -46,7 +47,8 @@ def test_hopper_hands_over_from_route_to_route(built):
     assert chosen(facts, M=STREAM_ROWS) == STREAM
     assert chosen(facts, M=STREAM_ROWS + 1) == HOPPER
     assert chosen(facts, M=1, group=16) == DECODE
-    assert chosen(facts, M=STREAM_ROWS, K=2**18) == HOPPER, "x does not fit shared memory"
+    assert chosen(facts, M=STREAM_ROWS, K=2**18) == STREAM
+    assert chosen(facts, M=1, K=2**18 + 64) == HOPPER, "a copy of x would be larger than the workspace may be"
     assert chosen(facts, M=HOPPER_ROWS) == HOPPER
     assert chosen(facts, M=HOPPER_ROWS + 1) == DEQUANTIZED
 
@@ -55,10 +57,10 @@ def test_hopper_hands_over_from_route_to_route(built):
 def test_other_chips_with_bf16_tensor_cores(built, arch):
     built(*RELEASE)
     facts = simulated_facts(arch)
-    for changes, most in (({}, PACKED_DECODE_ROWS), ({"group": 16}, MOST_DECODE_ROWS), ({"N": 17}, PACKED_DECODE_ROWS)):
+    for changes in ({}, {"group": 16}, {"N": 17}):
         assert chosen(facts, M=1, **changes) == DECODE
-        assert chosen(facts, M=most, **changes) == DECODE
-        assert chosen(facts, M=most + 1, **changes) == DEQUANTIZED
+        assert chosen(facts, M=MOST_DECODE_ROWS, **changes) == DECODE
+        assert chosen(facts, M=MOST_DECODE_ROWS + 1, **changes) == DEQUANTIZED
     assert "needs sm_90" in answers(facts)[HOPPER]
 
 
@@ -102,9 +104,44 @@ def test_what_hopper_leaves_to_the_decode_kernel(built):
         ({"N": 4092}, "and N of 8"),
         ({"options": ("scales=float16",)}, "of x's type"),
     ):
-        found = answers(facts, M=PACKED_DECODE_ROWS, **changes)
+        found = answers(facts, M=MOST_DECODE_ROWS, **changes)
         assert found[DECODE] is None
         assert reason in found[HOPPER]
+
+
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_80", "sm_90", "sm_120"])
+def test_few_rows_of_float32_have_a_kernel_of_their_own(built, arch):
+    built("70-real", *RELEASE)
+    facts = simulated_facts(arch)
+    wide = {"dtype": torch.float32, "options": ("scales=bfloat16",)}
+    for changes in (
+        wide,
+        {"options": ("input_act=rms_norm", "scales=bfloat16")},
+        {"options": ("scales=float32", "weight_dtype=float16")},
+    ):
+        assert chosen(facts, **changes, M=FLOAT32_ROWS) == "awq/float32"
+        assert chosen(facts, **changes, M=FLOAT32_ROWS + 1) == DEQUANTIZED
+        assert chosen(facts, **changes, K=60, group=12) == DEQUANTIZED
+    assert "x as it is" in answers(facts)["awq/float32"]
+
+
+def test_turing_has_a_kernel_for_few_rows_of_float16(built):
+    built(*RELEASE)
+    facts = simulated_facts("sm_75")
+    half = {"dtype": torch.float16, "out_dtype": torch.float16, "options": ("scales=float16",)}
+    assert chosen(facts, **half) == TURING
+    assert chosen(facts, **half, M=TURING_ROWS) == TURING
+    assert chosen(facts, **half, M=TURING_ROWS + 1) == DEQUANTIZED
+    assert chosen(facts, **half, group=8) == TURING
+    assert chosen(facts, **half, group=4) == DEQUANTIZED
+    assert chosen(facts) == DEQUANTIZED, "bfloat16"
+    without = simulated_facts("sm_75", name="NVIDIA GeForce GTX 1660")
+    assert "fp16 tensor cores" in answers(without, **half)[TURING]
+    assert chosen(without, **half) == DEQUANTIZED
+    built("75-real")
+    assert chosen(facts, **half) == TURING
+    built("80-real")
+    assert "sm75" in answers(simulated_facts("sm_80"), **half)[TURING]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -129,12 +166,14 @@ def test_what_cublas_finishes_itself():
     assert not direct(torch.bfloat16, torch.float32, None, None)
 
 
-def test_rows_whose_copy_fits():
-    for columns in (128, 4096, 12288, 2**19):
-        rows = _launch.rows_at_a_time(columns)
-        assert rows >= 1
-        assert 2 * rows * columns <= _launch.WORKSPACE_BYTES
-    assert _launch.rows_at_a_time(12288) >= HOPPER_ROWS
+@pytest.mark.parametrize("arch", ["sm_60", "sm_70", "sm_75", "sm_80", "sm_90"])
+def test_no_bf16_arithmetic_is_asked_of_gpus_without_it(arch):
+    facts, fp32 = simulated_facts(arch), torch.float32
+    bf16 = torch.bfloat16 if facts.sm >= 80 else fp32
+    multiply = _dequantized.multiply_dtype
+    assert multiply(torch.bfloat16, torch.bfloat16, facts) == bf16
+    assert multiply(torch.float16, torch.float16, facts) == torch.float16
+    assert multiply(fp32, fp32, facts) == multiply(fp32, torch.bfloat16, facts) == fp32
 
 
 def test_every_kernel_file_is_in_the_sanitizer_program():

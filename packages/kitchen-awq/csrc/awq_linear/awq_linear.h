@@ -19,6 +19,7 @@ struct LinearParams {
   void* out;                   // [M, N] of out_type
   DType x_type, parameter_type, bias_type, residual_type, out_type;
   int residual_scale_stride;
+  bool resident;               // codes lie in the resident order (resident.py): awq_stream alone takes them
 };
 
 struct LinearDevice { int sm_count, smem_per_block, smem_per_sm, sm; };  // bytes, as a kernel may ask for; compute capability 90
@@ -27,11 +28,13 @@ struct LinearPlan {
   int splits;   // pieces of K, the blocks of a cluster: 1, 2, 4 or 8
 };
 
-// Very few rows (stream/sm80): 1 to 16 rows of x.
+// Few rows on Hopper (stream/sm90): 1 to 64 rows of x.
 int stream_variant_count();
 LinearPlan choose_stream_plan(const LinearParams& problem, const LinearDevice& device);
 const char* stream_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
 std::string describe_stream(const LinearParams& problem, const LinearPlan& plan);
+int64_t stream_workspace(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
+// workspace: as many bytes as stream_workspace says, for a copy of x; aligned to 256.
 void awq_stream(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
 
 // Few rows (decode/sm80): 1 to 64 rows of x. Hopper (sm90): any number.
@@ -41,6 +44,13 @@ const char* decode_plan_rejected(const LinearParams& problem, const LinearPlan& 
 std::string describe_decode(const LinearParams& problem, const LinearPlan& plan);
 void awq_decode(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
 
+// The same for Turing (decode/sm75): float16, 1 to 16 rows of x.
+int decode_sm75_variant_count();
+LinearPlan choose_decode_sm75_plan(const LinearParams& problem, const LinearDevice& device);
+const char* decode_sm75_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
+std::string describe_decode_sm75(const LinearParams& problem, const LinearPlan& plan);
+void awq_decode_sm75(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
+
 int gemm_sm90_variant_count();
 LinearPlan choose_gemm_sm90_plan(const LinearParams& problem, const LinearDevice& device);
 const char* gemm_sm90_plan_rejected(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
@@ -48,6 +58,9 @@ std::string describe_gemm_sm90(const LinearParams& problem, const LinearPlan& pl
 // workspace: as many bytes as gemm_sm90_workspace says, for a copy of x and the sums of cut tiles; aligned to 256.
 void awq_gemm_sm90(const LinearParams& params, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream);
 int64_t gemm_sm90_workspace(const LinearParams& problem, const LinearPlan& plan, const LinearDevice& device);
+
+// float32 x (smxx): any GPU, made for few rows; the weight decodes to weight_type.
+void awq_float32(const LinearParams& params, DType weight_type, int device, cudaStream_t stream);
 
 LinearDevice linear_device(int device);
 

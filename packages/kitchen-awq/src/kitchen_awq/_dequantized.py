@@ -6,6 +6,8 @@
 With a bias of the output's type, or none, cuBLAS writes the output itself; otherwise it writes fp32 sums, and `finish_sums`
 adds the rest and rounds once. So it does with a residual of whatever type: cuBLAS may round the product before it adds one
 (seen on an H200 for 2 rows of fp16: off by 0.9 of a last place).
+
+GPUs below sm_80 have no bf16 arithmetic: there bf16 x and the weight, rounded to bf16 as everywhere, multiply as fp32 numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from kitchen_core.arithmetic import apply_input_act
+from kitchen_core.devices import DeviceFacts, device_facts
 
 from . import _launch
 
@@ -85,6 +88,13 @@ def is_direct(dtype, out_dtype, bias, residual) -> bool:
     return bias is None or bias.dtype == dtype
 
 
+def multiply_dtype(x_dtype: torch.dtype, decoded: torch.dtype, facts: DeviceFacts) -> torch.dtype:
+    """What cuBLAS is given: x's type where the weight decodes to it and the GPU multiplies it, else fp32, which holds both."""
+    if x_dtype != decoded or (x_dtype == torch.bfloat16 and not facts.bf16_tensor_cores):
+        return torch.float32
+    return x_dtype
+
+
 def linear(
     x: torch.Tensor,
     qweight: torch.Tensor,
@@ -108,7 +118,7 @@ def linear(
     if out.numel() == 0:
         return out
     h = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    dtype = h.dtype if h.dtype == decoded else torch.float32
+    dtype = multiply_dtype(h.dtype, decoded, device_facts(x.device))
     rows, y = h.reshape(-1, k).to(dtype), out.view(-1, n)
     weight = _launch.packed(qweight, wscales, wzeros)
     bias, residual, residual_scale = _launch.contiguous_epilogue(bias, residual, residual_scale, n)

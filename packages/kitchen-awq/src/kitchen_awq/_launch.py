@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kitchen_core.arithmetic import apply_input_act
 from kitchen_core.launch import DTYPE_CODES, current_stream, pointer
-from kitchen_core.registry import Problem
 
 from ._extension import EXTENSION
 
 STREAM, DECODE, HOPPER = "awq_stream", "awq_decode", "awq_gemm_sm90"  # functions of the extension
-STAGE_COLUMNS = 128  # of the Hopper kernel: gemm_kernel.cuh
-STREAM_OWN_BYTES = 4096  # what the kernel keeps of shared memory: awq_stream.cu
+TURING = "awq_decode_sm75"  # another
 
 Plan = tuple[int, int]  # variant, splits: awq::LinearPlan of csrc
 
@@ -131,10 +130,12 @@ def fused_linear(
     *,
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
+    resident: bool = False,
 ) -> torch.Tensor:
     """awq_linear by a kernel that decodes as it multiplies: ``route`` is STREAM, DECODE or HOPPER.
 
-    ``plan`` forces a plan, ``out`` gives the memory [M, N] (tests and measurements only).
+    ``plan`` forces a plan, ``out`` gives the memory [M, N] (tests and measurements only). ``resident``: the codes lie in the
+    resident order, which only STREAM takes.
     """
     n, k = qweight.shape[0], x.shape[-1]
     if out is None:
@@ -146,48 +147,59 @@ def fused_linear(
         t if t.data_ptr() % 16 == 0 else t.clone() for t in (rows, *packed(qweight, wscales, wzeros))
     )
     bias, residual, residual_scale = contiguous_epilogue(bias, residual, residual_scale, n)
-    workspace, most = None, rows.shape[0]
-    if route == HOPPER:  # a copy of x whose columns have the weights' order, and sums of cut tiles
-        most = min(most, rows_at_a_time(-(-k // STAGE_COLUMNS) * STAGE_COLUMNS))
-        shape = n, k, group_size, x.dtype, wscales.dtype, x.device.index, plan
-        nbytes = max(plan_of(route, m, *shape).workspace_bytes for m in {most, rows.shape[0] % most or most})
-        workspace = torch.empty(nbytes, dtype=torch.uint8, device=x.device)
-    y = out.view(-1, n)
-    launch = getattr(EXTENSION.module, route)
-    for first in range(0, rows.shape[0], most):
-        count = min(most, rows.shape[0] - first)
-        launch(
-            M=count, N=n, K=k, group=group_size, x=rows[first:].data_ptr(), x_type=DTYPE_CODES[x.dtype],
-            codes=qweight.data_ptr(), scale=wscales.data_ptr(), zero=wzeros.data_ptr(),
-            parameter_type=DTYPE_CODES[wscales.dtype], **epilogue(bias, residual, residual_scale, first * n),
-            out=y[first:].data_ptr(), out_type=DTYPE_CODES[out.dtype], workspace=pointer(workspace), plan=plan,
-            device=out.device.index, stream=current_stream(out.device.index),
-        )  # fmt: skip
+    m, workspace = rows.shape[0], None
+    if route in (HOPPER, STREAM):  # sums of cut tiles; a copy of x, for more than a few rows
+        answer = plan_of(route, m, n, k, group_size, x.dtype, wscales.dtype, x.device.index, plan, resident)
+        plan = answer.plan
+        if answer.workspace_bytes:
+            workspace = torch.empty(answer.workspace_bytes, dtype=torch.uint8, device=x.device)
+    getattr(EXTENSION.module, route)(
+        M=m, N=n, K=k, group=group_size, x=rows.data_ptr(), x_type=DTYPE_CODES[x.dtype], codes=qweight.data_ptr(),
+        scale=wscales.data_ptr(), zero=wzeros.data_ptr(), parameter_type=DTYPE_CODES[wscales.dtype],
+        **epilogue(bias, residual, residual_scale), out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype],
+        workspace=pointer(workspace), plan=plan, device=out.device.index, stream=current_stream(out.device.index),
+        resident=resident,
+    )  # fmt: skip
     return out
 
 
-def stream_shared_bytes(problem: Problem) -> int:
-    """Of the plan of awq_stream that needs least: eight warps along N, the most pieces of K. See lay_out in awq_stream.cu."""
-    rows, splits, columns = 8 * 16, 1, 256
-    stages = -(-problem.K // columns)
-    while splits < 8 and -(-stages // -(-stages // (2 * splits))) == 2 * splits:
-        splits *= 2
-    groups = max(1, columns // problem.group) + (0 if columns % problem.group == 0 else 1)
-    stage = columns // 2 * rows + 4 * groups * rows
-    token = 2 * columns * -(-stages // splits) + 64 + 2 * 8 * 80 + (4 * splits * rows if splits > 1 else 0)
-    return 2 * -(-stage // 1024) * 1024 + problem.M * token + STREAM_OWN_BYTES
-
-
-def rows_at_a_time(columns: int) -> int:
-    """Of x, so that their copy fits the workspace: whole tiles of 256 where there is room."""
-    most = max(1, WORKSPACE_BYTES // (2 * columns))
-    return most // 256 * 256 if most >= 256 else most
+def float32_linear(
+    x: torch.Tensor,
+    qweight: torch.Tensor,
+    wscales: torch.Tensor,
+    wzeros: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    group_size: int = 64,
+    out_dtype: torch.dtype | None = None,
+    input_act: str = "none",
+    input_act_weight: torch.Tensor | None = None,
+    input_act_eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
+    weight_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """awq_linear of x that is float32, or becomes it in its activation: fp32 products with the decoded weight."""
+    n, k = qweight.shape[0], 2 * qweight.shape[1]
+    out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
+    if out.numel() == 0:
+        return out
+    h = apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
+    h, qweight, wscales, wzeros = (
+        t if t.data_ptr() % 16 == 0 else t.clone() for t in (h.contiguous(), *packed(qweight, wscales, wzeros))
+    )
+    EXTENSION.module.awq_float32(
+        M=h.numel() // k, N=n, K=k, group=group_size, x=h.data_ptr(), codes=qweight.data_ptr(), scale=wscales.data_ptr(),
+        zero=wzeros.data_ptr(), parameter_type=DTYPE_CODES[wscales.dtype], weight_type=DTYPE_CODES[weight_dtype or x.dtype],
+        **epilogue(*contiguous_epilogue(bias, residual, residual_scale, n)), out=out.data_ptr(),
+        out_type=DTYPE_CODES[out.dtype], device=out.device.index, stream=current_stream(out.device.index),
+    )  # fmt: skip
+    return out
 
 
 @lru_cache(maxsize=8192)
 def plan_of(
     route: str, M: int, N: int, K: int, group: int, x_dtype: torch.dtype, scales: torch.dtype, device: int,
-    plan: Plan | None = None,
+    plan: Plan | None = None, resident: bool = False,
 ) -> PlanAnswer:  # fmt: skip
     """The plan that a route chooses on a device, or what it says to the given one."""
     gpu = torch.cuda.get_device_properties(device)
@@ -195,6 +207,6 @@ def plan_of(
     facts = (gpu.multi_processor_count, *shared, 10 * gpu.major + gpu.minor)
     answer = getattr(EXTENSION.module, f"{route}_plan")(
         M=M, N=N, K=K, group=group, x_type=DTYPE_CODES[x_dtype], parameter_type=DTYPE_CODES[scales], device=facts,
-        plan=plan,
+        plan=plan, resident=resident,
     )  # fmt: skip
     return PlanAnswer(*answer)

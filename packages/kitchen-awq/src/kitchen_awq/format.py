@@ -14,6 +14,7 @@ from kitchen_core.calibration import check_calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
 
+from . import resident, resident_ops
 from .calibrated import quantize_awq_calibrated
 from .quantizer import quantize_awq
 
@@ -27,10 +28,16 @@ class AWQConfig:
     group_size: int = 64
 
 
+@dataclass(frozen=True)
+class ResidentAWQConfig(AWQConfig):
+    """Of a weight whose codes lie in the resident order. Never saved: see ``optimize_for_decode``."""
+
+
 class AWQFormat(Format):
     """W4A16: ``qdata`` int8 [N, K/2], codes 0..15; ``scale`` and ``zeros`` [K/g, N]. docs/formats/awq_w4a16.md
 
-    W = (q - 8) * scale + zero, decoded to x's dtype.
+    W = (q - 8) * scale + zero, decoded to x's dtype. Codes in the resident order (``resident``) have a config that says so;
+    whatever has no kernel for them works on what is stored.
     """
 
     name = "awq_w4a16"
@@ -75,7 +82,33 @@ class AWQFormat(Format):
         return {"qdata": codes, "scale": scale, "zeros": zeros}
 
     @classmethod
+    def requantize(cls, tensors: Tensors, config: AWQConfig, weight: torch.Tensor, seed: int = 0) -> Tensors:
+        """As every format, in the order in which the codes lie."""
+        made = cls.quantize(weight, config, seed=seed)
+        return cls.lay_resident(made, config, in_place=True)[0] if cls.is_resident(config) else made
+
+    @classmethod
+    def is_resident(cls, config: AWQConfig) -> bool:
+        """Whether the codes of a weight of this config lie in the resident order."""
+        return isinstance(config, ResidentAWQConfig)
+
+    @classmethod
+    def lay_resident(cls, tensors: Tensors, config: AWQConfig, in_place: bool) -> tuple[Tensors, AWQConfig]:
+        """Stored tensors and their config in the resident order: the codes in their own memory, or in new."""
+        codes = tensors["qdata"] if in_place else tensors["qdata"].clone(memory_format=torch.contiguous_format)
+        resident.pack_(codes)
+        return {**tensors, "qdata": codes}, ResidentAWQConfig(config.group_size)
+
+    @classmethod
+    def stored(cls, tensors: Tensors, config: AWQConfig) -> tuple[Tensors, AWQConfig]:
+        """As every format: codes in the resident order are put back into new memory, which the weight does not see."""
+        if not cls.is_resident(config):
+            return tensors, config
+        return {**tensors, "qdata": resident_ops.unpack(tensors["qdata"])}, AWQConfig(config.group_size)
+
+    @classmethod
     def dequantize(cls, tensors: Tensors, config: AWQConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        tensors, config = cls.stored(tensors, config)
         return ops.dequantize_awq(tensors["qdata"], tensors["scale"], tensors["zeros"], config.group_size, dtype)
 
     @classmethod
@@ -83,10 +116,15 @@ class AWQFormat(Format):
         cls, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
         residual=None, residual_scale=None,
     ):  # fmt: skip
-        return ops.awq_linear(
+        return cls._op(config)(
             x, tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size, out_dtype, input_act,
             input_act_weight, input_act_eps, residual, residual_scale,
         )  # fmt: skip
+
+    @classmethod
+    def _op(cls, config: AWQConfig):
+        """The linear op for the order in which the codes lie."""
+        return resident_ops.linear if cls.is_resident(config) else ops.awq_linear
 
     @classmethod
     def quantize_activation(
@@ -102,10 +140,9 @@ class AWQFormat(Format):
         cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
     ):
         # weight_dtype: x may have become fp32 in its activation, the weight decodes to the original dtype all the same
-        return ops.awq_linear(
+        return cls._op(config)(
             activation.tensors["x"], tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size,
-            out_dtype or activation.dtype, residual=residual, residual_scale=residual_scale,
-            weight_dtype=activation.dtype,
+            out_dtype or activation.dtype, "none", None, 0.0, residual, residual_scale, activation.dtype,
         )  # fmt: skip
 
     @classmethod

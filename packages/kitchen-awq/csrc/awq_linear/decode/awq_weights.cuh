@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "kitchen/mma/m16n8k16_f16.h"
 #include "kitchen/ptx/load_streaming.h"
 #include "kitchen/quant/awq_decode.h"
 
@@ -38,8 +39,9 @@ __device__ __forceinline__ uint32_t load_bits_or_zero(const void* global, bool v
 }
 
 // kPacked: scale and zero have type T. kParts: how many groups a lane's 32 columns may touch.
-template <class T, bool kPacked_, int kParts_, int kRowBlocks>
+template <class T, bool kPacked_, int kParts_, int kRowBlocks, class Mma_ = mma::M16N8K16<T>>
 struct AwqWeights {
+  using Mma = Mma_;
   static constexpr bool kPacked = kPacked_;
   static constexpr int kParts = kParts_, kWordsPerPart = kWords / kParts;
   using Group = quant::AwqGroup<T, kPacked>;

@@ -78,8 +78,8 @@ __device__ __forceinline__ void multiply(Sums<Config>& sums, const Weights& weig
       const uint4 b = *reinterpret_cast<const uint4*>(tokens + j * tokens_apart + 64 * word);
 #pragma unroll
       for (int i = 0; i < Config::kRowBlocks; ++i) {
-        mma::M16N8K16<T>::multiply(sums[i][j], a[i][0], b.x, b.y);
-        mma::M16N8K16<T>::multiply(sums[i][j], a[i][1], b.z, b.w);
+        Weights::Mma::multiply(sums[i][j], a[i][0], b.x, b.y);
+        Weights::Mma::multiply(sums[i][j], a[i][1], b.z, b.w);
       }
     }
   }

@@ -1,4 +1,4 @@
-// AWQ linear on Hopper, for any number of rows of x: weights are decoded in registers and multiply as wgmma's register operand.
+// AWQ linear on Hopper, for many rows of x: weights are decoded in registers and multiply as wgmma's register operand.
 //
 //   W[n, k] = round_T(fma(q[n, k] - 8, scale[k / g, n], zero[k / g, n]))     quant/awq_decode.h, to the bit
 //   y = sum over k of x[m, k] * W[n, k], fp32;  then epilogue.cuh
@@ -14,6 +14,7 @@
 
 #include "awq_linear/sm90/gemm_kernel.cuh"
 #include "kitchen/host/device.h"
+#include "kitchen/host/launch.h"
 #include "kitchen/host/tensor_map.h"
 
 namespace kitchen::awq {
@@ -23,94 +24,60 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 constexpr const char* kName = "awq_gemm_sm90";
-constexpr int kPairThreads = 128;
+constexpr int kClearThreads = 128;
 
-// x [M, K] to images of stages (gemm_kernel.cuh): [tiles of `tokens` rows][stages][2 halves of 64 columns][tokens] rows of 128 bytes,
-// swizzled, columns beyond K and rows beyond M as zeros. A thread takes word w of the four lanes of a token's stage. 16 columns of an
-// image are 2t, 2t + 1, 2t + 8, 2t + 9 of lane t; pair r of word w goes to 16 columns 2w + r/2. Clears the flags of pieces, too.
-__global__ void __launch_bounds__(kPairThreads) pair_tokens(const uint16_t* x, uint8_t* images, int64_t units, int M, int K, int stages,
-                                                            int tokens, uint32_t* flags, int flag_count) {
-  ptx::griddep_wait();  // before anything is written: the workspace may be that of the call before
+// The kernel in front of one that cuts tiles: takes back the flags of pieces.
+__global__ void __launch_bounds__(kClearThreads) clear_flags(uint32_t* flags, int count) {
+  ptx::griddep_wait();  // the workspace may be that of the call before
   ptx::griddep_launch();
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kPairThreads + threadIdx.x;
-  for (int64_t i = unit; i < flag_count; i += static_cast<int64_t>(gridDim.x) * kPairThreads) flags[i] = 0;
-  if (unit >= units) return;
-  const int w = static_cast<int>(unit % 4), m = static_cast<int>(unit / 4 / stages), stage = static_cast<int>(unit / 4 - int64_t{m} * stages);
-  uint4 from[4];
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const int k = stage * kStageColumns + 32 * t + 8 * w;
-    from[t] = k < K && m < M ? *reinterpret_cast<const uint4*>(x + int64_t{m} * K + k) : make_uint4(0, 0, 0, 0);
-  }
-  const int tile = m / tokens, row = m - tile * tokens;
-  uint8_t* const to = images + ((int64_t{tile} * stages + stage) * 2 + w / 2) * tokens * 128 + row * 128;
-  const auto store = [&](int i, const uint4& value) { *reinterpret_cast<uint4*>(to + (((w % 2) * 4 + i) ^ (row % 8)) * 16) = value; };
-  store(0, make_uint4(__byte_perm(from[0].x, from[0].z, 0x5410), __byte_perm(from[1].x, from[1].z, 0x5410),
-                      __byte_perm(from[2].x, from[2].z, 0x5410), __byte_perm(from[3].x, from[3].z, 0x5410)));
-  store(1, make_uint4(__byte_perm(from[0].x, from[0].z, 0x7632), __byte_perm(from[1].x, from[1].z, 0x7632),
-                      __byte_perm(from[2].x, from[2].z, 0x7632), __byte_perm(from[3].x, from[3].z, 0x7632)));
-  store(2, make_uint4(__byte_perm(from[0].y, from[0].w, 0x5410), __byte_perm(from[1].y, from[1].w, 0x5410),
-                      __byte_perm(from[2].y, from[2].w, 0x5410), __byte_perm(from[3].y, from[3].w, 0x5410)));
-  store(3, make_uint4(__byte_perm(from[0].y, from[0].w, 0x7632), __byte_perm(from[1].y, from[1].w, 0x7632),
-                      __byte_perm(from[2].y, from[2].w, 0x7632), __byte_perm(from[3].y, from[3].w, 0x7632)));
+  const int i = static_cast<int>(blockIdx.x) * kClearThreads + static_cast<int>(threadIdx.x);
+  if (i < count) flags[i] = 0;
 }
 
 struct Variant {
-  int tokens, rows, blocks_per_sm;
-  void (*launch)(const GemmParams&, DType, int blocks, cudaStream_t);
+  int tokens, rows;
+  void (*launch)(const GemmParams&, DType, int64_t group, int blocks, cudaStream_t);
 };
 
-// A launch whose blocks may start while the kernel in front still runs; they wait for it before they touch what it may have written.
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), unsigned blocks, int threads, int shared_bytes, cudaStream_t stream, Arguments... arguments) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  host::check(cudaLaunchKernelEx(&config, kernel, arguments...), kName);
+template <class Config, class T, int kGroups>
+void launch_typed(const GemmParams& p, int blocks, cudaStream_t stream) {
+  host::launch(kName, awq_gemm_kernel<Config, T, kGroups>, {blocks, Config::kThreads, kPair, sizeof(GemmShared<Config>), stream, true}, p);
 }
 
 template <class Config, class T>
-void launch_typed(const GemmParams& p, int blocks, cudaStream_t stream) {
-  const auto kernel = awq_gemm_kernel<Config, T>;
-  constexpr int kBytes = sizeof(GemmShared<Config>);
-  host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), kName);
-  launch_early(kernel, static_cast<unsigned>(blocks), Config::kThreads, kBytes, stream, p);
+void launch_grouped(const GemmParams& p, int64_t group, int blocks, cudaStream_t stream) {
+  if (group % kStageColumns == 0) return launch_typed<Config, T, 1>(p, blocks, stream);
+  if (group == 64) return launch_typed<Config, T, 2>(p, blocks, stream);
+  if (group == 32) return launch_typed<Config, T, 4>(p, blocks, stream);
+  launch_typed<Config, T, 0>(p, blocks, stream);
 }
 
 template <class Config>
-void launch(const GemmParams& p, DType x_type, int blocks, cudaStream_t stream) {
-  if (x_type == DType::kFloat16) return launch_typed<Config, __half>(p, blocks, stream);
-  launch_typed<Config, __nv_bfloat16>(p, blocks, stream);
+void launch(const GemmParams& p, DType x_type, int64_t group, int blocks, cudaStream_t stream) {
+  if (x_type == DType::kFloat16) return launch_grouped<Config, __half>(p, group, blocks, stream);
+  launch_grouped<Config, __nv_bfloat16>(p, group, blocks, stream);
 }
 
-template <int kTokens, int kWarpgroups, int kStages, int kBlocksPerSm>
+template <int kTokens, int kStages>
 constexpr Variant variant() {
-  using Config = GemmConfig<kTokens, kWarpgroups, kStages, kBlocksPerSm>;
-  static_assert(kBlocksPerSm * (sizeof(GemmShared<Config>) + 1024) <= 228 * 1024, "shared memory of an SM");
-  return {kTokens, Config::kRows, kBlocksPerSm, launch<Config>};
+  using Config = GemmConfig<kTokens, kStages>;
+  static_assert(sizeof(GemmShared<Config>) <= 227 * 1024, "shared memory of a block");
+  return {kTokens, Config::kRows, launch<Config>};
 }
 
-// Tokens, warpgroups of 64 rows, stages, blocks an SM.
-constexpr Variant kVariants[] = {variant<32, 2, 6, 2>(), variant<32, 4, 7, 1>(), variant<64, 2, 4, 2>(), variant<64, 4, 6, 1>(),
-                                 variant<128, 2, 5, 1>(), variant<128, 3, 4, 1>(), variant<256, 2, 3, 1>()};
+// Tokens, stages.
+constexpr Variant kVariants[] = {variant<128, 5>(), variant<256, 3>()};
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
-// A plan's `splits`: 1 for whole tiles; else the last tiles are cut so that all blocks have as much, and where tiles are few, each into
-// so many pieces at most.
+// A plan's `splits`: 1 for whole tiles; where clusters are left over, into how many pieces of K each tile is cut; else 2: the last tiles
+// are cut so that all clusters have as much.
 constexpr int kWhole = 1;
 constexpr int64_t kMostWorkspace = int64_t{32} << 20;
 
 struct Layout {
   Division division;
-  int blocks;
-  int64_t paired, flags, pieces;  // bytes of the workspace, in this order
+  int clusters;
+  int64_t flags, pieces;  // bytes of the workspace, in this order
 };
 
 Layout lay_out(const LinearParams& q, const LinearPlan& plan, int sm_count) {
@@ -118,20 +85,29 @@ Layout lay_out(const LinearParams& q, const LinearPlan& plan, int sm_count) {
   Layout layout = {};
   Division& d = layout.division;
   d.tiles_m = static_cast<int>(ceil_div(q.M, v.tokens));
-  const int64_t tiles = d.tiles_m * ceil_div(q.N, v.rows);
+  const int64_t tiles = d.tiles_m * ceil_div(q.N, kPair * v.rows), most = sm_count / kPair;
   d.tiles = static_cast<int>(tiles), d.stages = static_cast<int>(ceil_div(q.K, kStageColumns));
-  int64_t blocks = int64_t{sm_count} * v.blocks_per_sm;
-  if (plan.splits != kWhole) {
-    blocks = std::min({blocks, tiles * plan.splits, std::max<int64_t>(1, tiles * d.stages / 2)});
-    // At least a tile's length each, so that two or three blocks share a tile, unless tiles are fewer than blocks.
-    d.cut_tiles = static_cast<int>(tiles < 2 * blocks ? tiles : tiles % blocks == 0 ? 0 : tiles % blocks + blocks);
-    layout.flags = blocks * kMostWarps * 4;
-    layout.pieces = blocks * v.rows * v.tokens * 4;
+  int64_t clusters = std::min(most, tiles);
+  if (plan.splits != kWhole && tiles * plan.splits <= most) {
+    d.shares = plan.splits, d.cut_tiles = d.tiles;
+    clusters = tiles * plan.splits;
+  } else if (plan.splits != kWhole && tiles % most != 0) {
+    // At least a tile's length each, so that two or three clusters share a tile, unless tiles are fewer than clusters.
+    clusters = std::min(most, std::max<int64_t>(1, tiles * d.stages / 2));
+    d.cut_tiles = static_cast<int>(tiles < 2 * clusters ? tiles : tiles % clusters + clusters);
   }
-  layout.blocks = static_cast<int>(std::min(blocks, plan.splits != kWhole ? blocks : tiles));
-  layout.paired = int64_t{2} * d.tiles_m * v.tokens * d.stages * kStageColumns;
-  layout.flags = ceil_div(layout.flags, 256) * 256;
+  if (d.cut_tiles > 0) {
+    layout.flags = ceil_div(clusters * kPair * kFlags * 4, 256) * 256;
+    layout.pieces = clusters * kPair * v.rows * v.tokens * 4;
+  }
+  layout.clusters = static_cast<int>(clusters);
   return layout;
+}
+
+// How many groups a stage may touch.
+int groups_of_stage(int64_t group) {
+  if (group % kStageColumns == 0) return 1;
+  return static_cast<int>(kStageColumns % group == 0 ? kStageColumns / group : (kStageColumns - 1) / group + 2);
 }
 
 CUtensorMap map_of(CUtensorMapDataType type, int bytes, const void* data, int64_t rows, int64_t columns, int box_rows, int box_columns,
@@ -139,19 +115,21 @@ CUtensorMap map_of(CUtensorMapDataType type, int bytes, const void* data, int64_
   return host::encode_matrix_map({type, bytes, data, rows, columns, columns * bytes, box_rows, box_columns, swizzle});
 }
 
-// Microseconds on an H200, fitted to measured times (docs/kernels/awq.md); on other Hopper parts the order of plans is what counts.
+// Microseconds on an H200, fitted to measured times of 64 to 2048 tokens, 4.6% off in the root mean square (docs/kernels/awq.md); on other
+// Hopper parts the order of plans is what counts.
 double estimated_time(const LinearParams& q, const LinearPlan& plan, const LinearDevice& device) {
-  constexpr double kStage[kVariantCount] = {0.661, 0.87, 0.767, 1.036, 0.846, 1.148, 1.528};  // of a block that has the SM for itself
-  constexpr double kCrowd[kVariantCount] = {0.184, 0, 0.327, 0, 0, 0, 0};                      // more, beside another
-  constexpr double kLaunch = 2.2, kStore = 6.3, kMeeting = 6.3, kSums = 1.22, kPiece = 0.37, kTokens = 1.08e-6;
+  constexpr double kStage[kVariantCount] = {0.925, 1.152};
+  constexpr double kBusy[kVariantCount] = {0, 0.191};  // more where all SMs multiply: clocks fall
+  constexpr double kLaunch = 1.1, kStore = 4.6, kShares = 1.7, kShare = 0.8, kExchange = 5.1, kCut = 7.3, kLeft = 2.4;
   const Variant& v = kVariants[plan.variant];
   const Layout layout = lay_out(q, plan, device.sm_count);
   const Division& d = layout.division;
-  const double whole = std::ceil(double(d.tiles - d.cut_tiles) / layout.blocks), cut = double(d.cut_tiles) / layout.blocks;
-  const double size = double(v.rows) * v.tokens / 32768, pieces = d.cut_tiles == 0 ? 0 : 1 / cut;
-  const double stage = kStage[plan.variant] + (layout.blocks > device.sm_count ? kCrowd[plan.variant] : 0);
-  const double meeting = d.cut_tiles == 0 ? 0 : kMeeting + kSums * size * (1 + pieces) + kPiece * pieces;
-  return kLaunch + (whole + cut) * (d.stages * stage + size * kStore) + meeting + kTokens * double(q.M) * double(q.K);
+  const double size = double(v.rows) * v.tokens / 32768, busy = double(kPair * layout.clusters) / device.sm_count;
+  const double rounds = std::ceil(double(d.tiles - d.cut_tiles) / layout.clusters) + double(d.cut_tiles) / layout.clusters;
+  const double multiplied = kLaunch + rounds * (d.stages * (kStage[plan.variant] + busy * kBusy[plan.variant]) + size * kStore);
+  if (d.cut_tiles == 0) return multiplied;
+  if (d.shares == 0) return multiplied + kCut + kLeft * size;
+  return multiplied + kShares + kShare * d.shares + kExchange * size * (d.shares - 1) / d.shares;
 }
 
 }  // namespace
@@ -169,8 +147,12 @@ const char* gemm_sm90_plan_rejected(const LinearParams& q, const LinearPlan& pla
   if (plan.variant < 0 || plan.variant >= kVariantCount) return "there is no such variant";
   if (plan.splits != 1 && plan.splits != 2 && plan.splits != 4 && plan.splits != 8) return "tiles are whole, or in 2, 4 or 8 pieces";
   const Variant& v = kVariants[plan.variant];
-  if (ceil_div(q.N, v.rows) * ceil_div(q.M, v.tokens) > (int64_t{1} << 31) - 1) return "more than 2^31 - 1 tiles";
-  if ((plan.splits != kWhole || plan.variant > 1) && gemm_sm90_workspace(q, plan, device) > kMostWorkspace) return "its workspace would be more than 32 MiB";
+  if (ceil_div(q.N, kPair * v.rows) * ceil_div(q.M, v.tokens) > (int64_t{1} << 31) - 1) return "more than 2^31 - 1 tiles";
+  const Division division = lay_out(q, plan, device.sm_count).division;
+  if (division.shares == 0 && plan.splits > 2) return "there are more tiles than can be cut so: 2 cuts them as blocks need it";
+  const bool small = 8 * division.shares > v.tokens || 2 * division.shares > division.stages;
+  if (division.shares > 0 && small) return "the tile is too small for so many pieces";
+  if (gemm_sm90_workspace(q, plan, device) > kMostWorkspace) return "its workspace would be more than 32 MiB";
   return nullptr;
 }
 
@@ -178,7 +160,7 @@ LinearPlan choose_gemm_sm90_plan(const LinearParams& q, const LinearDevice& devi
   LinearPlan best = {-1, 1};
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i < kVariantCount; ++i) {
-    if (i > 0 && kVariants[i].tokens >= 2 * q.M && kVariants[i].tokens > kVariants[0].tokens) continue;  // made for more tokens
+    if (i > 0 && kVariants[i].tokens >= 2 * q.M) continue;  // made for more tokens
     for (int splits = 1; splits <= 8; splits *= 2) {
       const LinearPlan plan = {i, splits};
       if (gemm_sm90_plan_rejected(q, plan, device) != nullptr) continue;
@@ -194,13 +176,13 @@ std::string describe_gemm_sm90(const LinearParams& q, const LinearPlan& plan) {
   if (plan.variant < 0 || plan.variant >= kVariantCount) return text + "no variant";
   const Variant& v = kVariants[plan.variant];
   return text + "tile " + std::to_string(v.rows) + " rows x " + std::to_string(v.tokens) + " tokens, " +
-         std::to_string(ceil_div(q.N, v.rows) * ceil_div(q.M, v.tokens)) + " tiles, " + (plan.splits != kWhole ? "the last cut" : "whole");
+         std::to_string(ceil_div(q.N, kPair * v.rows) * ceil_div(q.M, v.tokens)) + " tiles, " + (plan.splits == kWhole ? "whole" : "cut, " + std::to_string(plan.splits));
 }
 
 int64_t gemm_sm90_workspace(const LinearParams& q, const LinearPlan& plan, const LinearDevice& device) {
   if (plan.variant < 0 || plan.variant >= kVariantCount) return 0;
   const Layout layout = lay_out(q, plan, device.sm_count);
-  return layout.paired + layout.flags + layout.pieces;
+  return layout.flags + layout.pieces;
 }
 
 void awq_gemm_sm90(const LinearParams& q, void* workspace, const LinearPlan* forced, int device, cudaStream_t stream) {
@@ -218,26 +200,24 @@ void awq_gemm_sm90(const LinearParams& q, void* workspace, const LinearPlan* for
   GemmParams p = {};
   p.M = static_cast<int>(q.M), p.N = static_cast<int>(q.N), p.K = static_cast<int>(q.K);
   p.division = layout.division;
-  p.codes_rows = q.codes, p.paired = memory;
-  p.scale_rows = static_cast<const uint16_t*>(q.scale), p.zero_rows = static_cast<const uint16_t*>(q.zero);
-  p.flags = reinterpret_cast<uint32_t*>(memory + layout.paired);
-  p.pieces = reinterpret_cast<float*>(memory + layout.paired + layout.flags);
-  p.one_group = q.group % kStageColumns == 0;
-  const bool aligned = kStageColumns % q.group == 0;
-  p.groups = p.one_group ? 1 : aligned ? static_cast<int>(kStageColumns / q.group) : static_cast<int>((kStageColumns - 1) / q.group + 2);
+  p.flags = reinterpret_cast<uint32_t*>(memory);
+  p.pieces = reinterpret_cast<float*>(memory + layout.flags);
+  p.groups = groups_of_stage(q.group);
   const uint64_t in_32 = static_cast<uint64_t>(q.group / 32);
   p.group_inverse = in_32 == 1 ? 0 : static_cast<uint32_t>((uint64_t{1} << 32) / in_32 + 1);
   constexpr auto kBytes = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto type = q.x_type == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  p.codes = map_of(kBytes, 1, q.codes, q.N, q.K / 2, v.rows, 64, CU_TENSOR_MAP_SWIZZLE_NONE);
+  p.codes = map_of(kBytes, 1, q.codes, q.N, q.K / 2, v.rows, 64, CU_TENSOR_MAP_SWIZZLE_64B);
+  p.tokens = map_of(type, 2, q.x, q.M, q.K, v.tokens / kPair, 64, CU_TENSOR_MAP_SWIZZLE_128B);
   p.scale = map_of(type, 2, q.scale, groups, q.N, p.groups, v.rows, CU_TENSOR_MAP_SWIZZLE_NONE);
   p.zero = map_of(type, 2, q.zero, groups, q.N, p.groups, v.rows, CU_TENSOR_MAP_SWIZZLE_NONE);
   p.epilogue = {q.bias, q.residual, q.residual_scale, q.out, q.residual_scale_stride, q.bias_type, q.residual_type, q.out_type,
                 q.N % 4 == 0 && is_aligned(q.out) && is_aligned(q.residual)};
-  const int64_t units = int64_t{4} * layout.division.tiles_m * v.tokens * layout.division.stages;
-  launch_early(pair_tokens, static_cast<unsigned>(ceil_div(units, kPairThreads)), kPairThreads, 0, stream, static_cast<const uint16_t*>(q.x),
-               memory, units, p.M, p.K, layout.division.stages, v.tokens, p.flags, static_cast<int>(layout.flags / 4));
-  v.launch(p, q.x_type, layout.blocks, stream);
+  p.plain = p.epilogue.vectors && q.residual == nullptr && q.out_type == q.x_type;
+  if (const int count = static_cast<int>(layout.flags / 4); count > 0) {
+    host::launch(kName, clear_flags, {ceil_div(count, kClearThreads), kClearThreads, 1, 0, stream, true}, p.flags, count);
+  }
+  v.launch(p, q.x_type, q.group, layout.clusters * kPair, stream);
 }
 
 }  // namespace kitchen::awq

@@ -14,12 +14,14 @@ namespace kitchen::awq {
 struct Division {
   int tiles_m, tiles, stages;  // tiles of tokens; all tiles; stages of K
   int cut_tiles;
+  int shares;  // not 0: each tile is cut into so many pieces of one length, one a cluster
 };
 
 struct Piece {
   int row, token;     // in tiles
   int first, count;   // stages of K
-  int last_position;  // of the blocks that have pieces of a tile whose beginning this is
+  bool begins_tile;
+  int last_position;  // of those that have pieces of a tile whose beginning this is
 };
 
 struct Pieces {
@@ -40,14 +42,15 @@ struct Pieces {
 
   __device__ __forceinline__ bool next(Piece& piece) {
     int tile = next_tile;
-    piece.first = 0, piece.count = division.stages, piece.last_position = position;
+    piece.first = 0, piece.count = division.stages, piece.begins_tile = true, piece.last_position = position;
     if (next_stage < end_stage) {
       tile = static_cast<int>(next_stage / division.stages);
       const int64_t tile_end = static_cast<int64_t>(tile + 1) * division.stages;
       piece.first = static_cast<int>(next_stage - (tile_end - division.stages));
       piece.count = static_cast<int>((end_stage < tile_end ? end_stage : tile_end) - next_stage);
       next_stage += piece.count;
-      if (piece.first == 0) {
+      piece.begins_tile = piece.first == 0;
+      if (piece.begins_tile) {
         while (begin_of(piece.last_position + 1) < tile_end) ++piece.last_position;
       }
     } else {

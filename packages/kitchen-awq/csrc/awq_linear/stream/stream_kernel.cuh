@@ -1,16 +1,17 @@
-// The kernel of awq_linear for 1 to 16 rows of x ("tokens") on Hopper: see awq_stream.cu.
+// The kernel of awq_linear for 1 to 64 rows of x ("tokens") on Hopper: see sm90/awq_stream.cu.
 //
-//   block      persistent: tiles of warps_n * 16 weight rows, every gridDim-th, times one piece of K; the pieces are the blocks of a
-//              cluster
-//   last warp  feeds warps_k rings of stages, all rows of the tile x 256 or 512 columns, by bulk tensor copies; it
-//              runs on from tile to tile, so that memory never waits for sums
-//   others     16 rows of the stages of one ring each
-//   tokens     the piece of x, once, in shared memory, paired as the weights are
-//   sums       fp32: over warps_k warps in shared memory, by one of the warps that share rows, which changes from tile to tile, while
-//              the others go on with the next tile (two buffers); over the cluster in distributed shared memory. Both in a fixed order
+//   block      groups_n * 64 weight rows x all tokens x one piece of K; pieces of a tile are the blocks of a cluster
+//   last warp  feeds a ring of stages, all rows of the tile x 256 columns, by bulk tensor copies; weights of the first round are on
+//              their way before the kernel in front has ended
+//   others     warpgroups of 64 rows, groups_k of them in turn along K: codes from shared memory, decoded in registers, multiply as
+//              wgmma's A; tokens are its N side, in the weights' order of columns (tokens.cuh)
+//   tokens     Tokens::kPiece: the piece of x, once, in shared memory; kImages: images of stages that pair_tokens made, stage by
+//              stage; kRows: boxes of x as it is, for weights in the resident order
+//   sums       fp32, over groups_k in shared memory, then over the cluster in distributed shared memory, both in a fixed order
 //
-// A stage is one or two slices of 256 columns. Of a slice, lane l (g = l/4, t = l%4) has rows g and g + 8, columns 64t .. 64t+63, two times 16 bytes; word w of
-// the s-th makes the operands of two MMAs, pairs (c, c+4) of its eight columns.
+// Lane l of a warp (g = l/4, t = l%4) owns rows g and g + 8 of its 16, and of a stage's 128 bytes a row bytes 32t .. 32t+31. Each word
+// makes the operands of two wgmmas, pairs (c, c+4) of its eight codes. In the stored order these are columns 64t .. 64t+63, and x has
+// to follow (tokens.cuh); in the resident order word j has what the lane multiplies of columns 32j .. 32j+31 (resident.py).
 //
 // A group whose zero is tiny beside its scale decodes in fp32 (quant/awq_decode.h): a warp that meets one does so for that stage.
 #pragma once
@@ -20,138 +21,137 @@
 #include <cstdint>
 
 #include "awq_linear/epilogue.cuh"
-#include "awq_linear/stream/barriers.h"
-#include "kitchen/mma/m16n8k16_f16.h"
+#include "awq_linear/stream/tokens.cuh"
+#include "kitchen/ptx/bulk_copy.h"
 #include "kitchen/ptx/cluster.h"
+#include "kitchen/ptx/fence.h"
 #include "kitchen/ptx/griddep.h"
 #include "kitchen/ptx/mbarrier.h"
-#include "kitchen/ptx/receive_phase.h"
 #include "kitchen/ptx/store_async.h"
 #include "kitchen/ptx/tma.h"
+#include "kitchen/ptx/wgmma_registers.h"
 #include "kitchen/quant/awq_decode.h"
 
 namespace kitchen::awq::stream {
 
-constexpr int kSliceColumns = 256;
-constexpr int kSliceBytes = kSliceColumns / 2;  // of a row: 128, one swizzle atom
-constexpr int kRows = 16;                       // of a warp
-constexpr int kSumPitch = kRows + 4;            // floats between tokens
-constexpr int kQuads = kRows / 4;               // of a token
-constexpr int kMostWarps = 15, kMostSplits = 8, kMostStages = 2;
+constexpr int kGroupRows = 64;                 // of a warpgroup
+constexpr int kRowBytes = kStageColumns / 2;   // of a stage: 128, one swizzle atom
+constexpr int kMostGroups = 4, kMostSplits = 8, kMostStages = 24;
+enum class Tokens { kPiece, kImages, kRows };
+
+// Warpgroups of a block: wide tiles want registers.
+constexpr int most_groups(int tokens) { return tokens > 32 ? 3 : kMostGroups; }
 
 struct StreamProblem {
   int M, N, K;
-  int tiles, warps_n, warps_k;          // of warps_n * 16 rows; warps of a block
-  int splits, all_stages, per_split;    // pieces of K; stages of the whole K and of a piece
-  int ring_log2;                        // stages of a ring
-  int stage_groups;                     // groups that a stage may touch
-  int scales_at, zeros_at, stage_bytes; // in a stage: codes come first
-  bool even_groups;                     // groups divide a slice, or stages a group: scales lie alike in every stage
-  uint32_t group_inverse;               // 2^32 / (g/32) + 1: exact division of k/32 while K < 2^19; 0 for groups of 32
-  int token_pitch;                      // bytes between tokens in shared memory: 64 modulo 128
-  int tokens_at, sums_at, received_at;  // bytes; the rings come first
+  int groups_n, groups_k;             // warpgroups of a block
+  int splits, all_stages, per_split;  // pieces of K; stages of the whole K and of a piece
+  int ring;                           // stages
+  int stage_groups;                   // groups of K that a stage may touch
+  int scales_at, zeros_at, tokens_at, stage_bytes;  // in a stage: codes come first
+  bool even_groups;                   // groups divide a stage, or stages a group: scales lie alike in every stage
+  uint32_t group_inverse;             // 2^32 / (g/32) + 1: exact division of k/32 while K < 2^19; 0 for groups of 32
+  int piece_at;                       // bytes; where the piece of x lies, behind the ring
+  int sum_pitch, received_at;         // floats between tokens; bytes: sums take the place of the ring
+  int quads_each;                     // of the sums of a tile, four rows each, that a block of the cluster finishes
 };
 
 struct StreamParams {
   StreamProblem problem;
-  const void* tokens;          // [M, K] of T, rows contiguous, 16-byte aligned
+  const uint16_t* x;           // [M, K] of T, rows contiguous, 16-byte aligned
+  const uint8_t* images;       // kImages: of all stages (tokens.cuh)
+  CUtensorMap rows;            // kRows: x in boxes of M rows x 64 columns, swizzled by 128 bytes
   CUtensorMap codes;           // [N, K/2] in boxes of a tile's rows x 128 bytes, swizzled by 128 bytes
   CUtensorMap scale, zero;     // [K/g, N] of T in boxes of stage_groups x a tile's rows
   EpilogueParams epilogue;
 };
 
-struct Barriers {
-  uint64_t full[kMostWarps][kMostStages], empty[kMostWarps][kMostStages];  // by ring: a stage has come; all its warps have read it
-  uint64_t written[kMostWarps][2], summed[kMostWarps][2];  // by rows of the tile and buffer: warps' sums lie there; they were read
-  uint64_t received[kMostWarps];           // by rows of the tile: sums of the cluster have come
-  uint64_t read[kMostWarps][kMostSplits];  // what this block sent to that owner has been read
+struct Shared {
+  uint64_t full[kMostStages], empty[kMostStages];  // a stage has come; all its warps have read it
+  uint64_t received;                               // sums of the cluster have come
+  float bias[kMostGroups * kGroupRows];
 };
 
-struct Block {
-  int rank, first_stage, stages;     // of the piece
-  int first_tile, tile_step, tiles;  // the tiles of this block
+struct Piece {
+  int first_row, rank, first_stage, stages;
 
-  __device__ __forceinline__ explicit Block(const StreamProblem& q) {
-    rank = static_cast<int>(blockIdx.x % q.splits);
+  __device__ __forceinline__ explicit Piece(const StreamProblem& q) {
+    const int tile = static_cast<int>(blockIdx.x) / q.splits;
+    rank = static_cast<int>(blockIdx.x) - tile * q.splits;
+    first_row = tile * q.groups_n * kGroupRows;
     first_stage = rank * q.per_split, stages = min(q.per_split, q.all_stages - first_stage);
-    first_tile = static_cast<int>(blockIdx.x / q.splits), tile_step = static_cast<int>(gridDim.x / q.splits);
-    tiles = (q.tiles - first_tile + tile_step - 1) / tile_step;
   }
-
-  // Stages of a ring in each tile.
-  __device__ __forceinline__ int count(const StreamProblem& q, int ring) const { return (stages - ring + q.warps_k - 1) / q.warps_k; }
-};
-
-struct Warp {
-  int lane, n, k;  // its rows in the tile, its ring
 };
 
 __device__ __forceinline__ int group_of(const StreamProblem& q, int blocks_of_32) {
   return q.group_inverse == 0 ? blocks_of_32 : static_cast<int>(__umulhi(static_cast<uint32_t>(blocks_of_32), q.group_inverse));
 }
 
-// One thread feeds all rings, in the order in which their stages are wanted.
-template <int kSlices>
-__device__ __forceinline__ void produce(const StreamParams& p, const Block& block, Barriers& barriers, uint8_t* rings) {
-  const StreamProblem& q = p.problem;
-  const int rows = q.warps_n * kRows, ring = 1 << q.ring_log2, code_bytes = rows * kSliceBytes;
-  const uint32_t bytes = static_cast<uint32_t>(kSlices * code_bytes + 4 * q.stage_groups * rows);
-#pragma unroll 1
-  for (int i = 0; i < block.tiles; ++i) {
-    const int row = (block.first_tile + i * block.tile_step) * rows;
-#pragma unroll 1
-    for (int local = 0, k = 0, j = 0; local < block.stages; ++local) {
-      const int use = i * block.count(q, k) + j, slot = use & (ring - 1), stage = block.first_stage + local;
-      uint64_t* const full = &barriers.full[k][slot];
-      uint8_t* const to = rings + (k * ring + slot) * q.stage_bytes;
-      if (use >= ring) ptx::mbarrier_wait(&barriers.empty[k][slot], ((use >> q.ring_log2) - 1) & 1);
-      ptx::mbarrier_arrive_expect(full, bytes);
+// The thread that feeds the ring.
+template <int kTokens, Tokens kFrom>
+struct Producer {
+  const StreamParams& p;
+  const Piece& piece;
+  Shared& shared;
+  uint8_t* ring;
+
+  __device__ __forceinline__ int token_bytes() const {
+    return kFrom == Tokens::kPiece ? 0 : kImageRowBytes * (kFrom == Tokens::kImages ? kTokens : p.problem.M);
+  }
+
+  __device__ __forceinline__ void load_weights(int i, int slot) const {
+    const StreamProblem& q = p.problem;
+    const int rows = q.groups_n * kGroupRows, stage = piece.first_stage + i, group = group_of(q, stage * (kStageColumns / 32));
+    uint8_t* const to = ring + slot * q.stage_bytes;
+    uint64_t* const full = &shared.full[slot];
+    ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(rows * (kRowBytes + 4 * q.stage_groups) + token_bytes()));
+    ptx::tma_load(to, &p.codes, stage * kRowBytes, piece.first_row, full);
+    ptx::tma_load(to + q.scales_at, &p.scale, piece.first_row, group, full);
+    ptx::tma_load(to + q.zeros_at, &p.zero, piece.first_row, group, full);
+  }
+
+  __device__ __forceinline__ void load_tokens(int i, int slot) const {
+    uint8_t* const to = ring + slot * p.problem.stage_bytes + p.problem.tokens_at;
+    const int stage = piece.first_stage + i;
+    if constexpr (kFrom == Tokens::kImages) {
+      ptx::bulk_load(to, p.images + static_cast<int64_t>(stage) * token_bytes(), token_bytes(), &shared.full[slot]);
+    } else if constexpr (kFrom == Tokens::kRows) {
 #pragma unroll
-      for (int h = 0; h < kSlices; ++h) ptx::tma_load(to + h * code_bytes, &p.codes, (stage * kSlices + h) * kSliceBytes, row, full);
-      const int group = group_of(q, stage * (kSlices * kSliceColumns / 32));
-      ptx::tma_load(to + q.scales_at, &p.scale, row, group, full);
-      ptx::tma_load(to + q.zeros_at, &p.zero, row, group, full);
-      if (++k == q.warps_k) k = 0, ++j;
+      for (int block = 0; block < 4; ++block) {
+        ptx::tma_load(to + block * (kTokens * 128), &p.rows, stage * kStageColumns + 64 * block, 0, &shared.full[slot]);
+      }
     }
   }
-}
 
-// x[0 .. M-1] of the block's piece to shared memory in the weights' order, columns from K on as zeros: a warp takes 256 columns.
-template <int kSlices>
-__device__ __forceinline__ void stage_tokens(uint8_t* shared, const StreamParams& p, const Block& block, const Warp& warp) {
-  constexpr int kAhead = 4;  // loads under way
-  const StreamProblem& q = p.problem;
-  const int own = static_cast<int>(threadIdx.x) / 32, warps = q.warps_n * q.warps_k, slices = q.per_split * kSlices, units = q.M * slices;
-  const int column = 64 * (warp.lane % 4) + 32 * (warp.lane / 16) + 8 * (warp.lane / 4 % 4);
+  // Weights of the first round: before anything else.
+  __device__ __forceinline__ void start() const {
 #pragma unroll 1
-  for (int first = own; first < units; first += kAhead * warps) {
-    uint4 x[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int unit = first + i * warps, m = unit / slices;
-      const int k = (block.first_stage * kSlices + unit - m * slices) * kSliceColumns + column;
-      x[i] = make_uint4(0, 0, 0, 0);
-      if (unit < units && k < q.K) x[i] = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.tokens) + static_cast<int64_t>(m) * q.K + k);
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int unit = first + i * warps, m = unit / slices;
-      if (unit >= units) continue;
-      uint4* const to = reinterpret_cast<uint4*>(shared + m * q.token_pitch + (unit - m * slices) * (2 * kSliceColumns) + 16 * warp.lane);
-      *to = make_uint4(__byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632), __byte_perm(x[i].y, x[i].w, 0x5410),
-                       __byte_perm(x[i].y, x[i].w, 0x7632));
+    for (int i = 0; i < min(piece.stages, p.problem.ring); ++i) load_weights(i, i);
+  }
+
+  // Waits for the kernel in front; then tokens of the first round, and what follows.
+  __device__ __forceinline__ void run() const {
+    const int ring_stages = p.problem.ring;
+    ptx::griddep_wait();
+#pragma unroll 1
+    for (int i = 0; i < min(piece.stages, ring_stages); ++i) load_tokens(i, i);
+    int slot = 0;
+    uint32_t phase = 0;
+#pragma unroll 1
+    for (int i = ring_stages; i < piece.stages; ++i) {
+      ptx::mbarrier_wait(&shared.empty[slot], phase);
+      load_weights(i, slot);
+      load_tokens(i, slot);
+      if (++slot == ring_stages) slot = 0, phase ^= 1;
     }
   }
-}
-
-template <int kTokenBlocks>
-using Sums = float[2][kTokenBlocks][4];  // of the two MMAs of a word
+};
 
 __device__ __forceinline__ uint32_t word_of(const uint4& words, int w) {
   return w == 0 ? words.x : w == 1 ? words.y : w == 2 ? words.z : words.w;
 }
 
-// The operands of a word's two MMAs: `low` of row g, `high` of row g + 8.
+// The operands of a word's two wgmmas: `low` of row g, `high` of row g + 8.
 template <class T, bool kExact>
 __device__ __forceinline__ void decode(uint32_t (&a)[2][4], const quant::AwqGroup<T, true> (&rows)[2], uint32_t low, uint32_t high) {
   using P = quant::AwqPairs<T>;
@@ -161,265 +161,215 @@ __device__ __forceinline__ void decode(uint32_t (&a)[2][4], const quant::AwqGrou
   a[1][2] = rows[0].template apply<kExact>(P::template levels<3>(low)), a[1][3] = rows[1].template apply<kExact>(P::template levels<3>(high));
 }
 
-// A word of 8 columns: `tokens` + `at` is where this lane's 16 bytes of it lie for each block of 8 tokens.
-template <class T, bool kExact, int kTokenBlocks>
-__device__ __forceinline__ void multiply(Sums<kTokenBlocks>& sums, const quant::AwqGroup<T, true> (&groups)[2], uint32_t low, uint32_t high,
-                                         const uint8_t* const (&tokens)[kTokenBlocks], int at) {
-  uint32_t a[2][4];
-  decode<T, kExact>(a, groups, low, high);
-#pragma unroll
-  for (int j = 0; j < kTokenBlocks; ++j) {
-    const uint4 b = *reinterpret_cast<const uint4*>(tokens[j] + at);
-    mma::M16N8K16<T>::multiply(sums[0][j], a[0], b.x, b.y);
-    mma::M16N8K16<T>::multiply(sums[1][j], a[1], b.z, b.w);
-  }
-}
-
-// Where a lane's scales lie in a stage, for each slice and each part of its 64 columns that may have a group of its own.
-template <int kSlices, int kParts>
+// Where a lane's scales lie in a stage, for each part of its eight words that may have a group of its own: in the stored order 1 or 2
+// parts, in the resident order as many as the stage has groups.
+template <Tokens kFrom, int kParts>
 struct Places {
-  int at[kSlices][kParts];
+  int at[kParts];
 
-  __device__ __forceinline__ Places(const StreamProblem& q, int stage, int n) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, first = stage * (kSlices * kSliceColumns / 32);
+  __device__ __forceinline__ Places(const StreamProblem& q, int stage, int row) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, first = stage * (kStageColumns / 32);
 #pragma unroll
-    for (int i = 0; i < kSlices * kParts; ++i) {
-      const int block = i / kParts * (kSliceColumns / 32) + 2 * (lane % 4) + i % kParts;
-      const int group = group_of(q, first + block) - group_of(q, first);
-      at[i / kParts][i % kParts] = q.scales_at + (group * q.warps_n + n) * (2 * kRows) + lane / 4 * 2;
+    for (int part = 0; part < kParts; ++part) {
+      const int group = kFrom == Tokens::kRows ? part : group_of(q, first + 2 * (lane % 4) + part) - group_of(q, first);
+      at[part] = q.scales_at + (group * q.groups_n * kGroupRows + row) * 2;
     }
   }
 };
 
-// A stage in registers. kParts: groups that a lane's 64 columns of a slice may touch, 1 or 2.
-template <class T, int kSlices, int kParts>
+// A lane's share of a stage in registers.
+template <class T, Tokens kFrom, int kParts>
 struct StageWords {
-  uint4 words[kSlices][2][2];  // the first and the second 16 bytes of rows g and g + 8
-  quant::AwqGroup<T, true> groups[kSlices][kParts][2];
+  uint4 words[2][2];  // the first and the second 16 bytes of rows g and g + 8
+  quant::AwqGroup<T, true> groups[kParts][2];
 
-  // `codes`: of slice 0, row g. Answers whether a group needs the exact decoder.
-  __device__ __forceinline__ uint32_t load(const uint8_t* stage, const uint8_t* codes, int slice_apart, int zeros_apart,
-                                           const Places<kSlices, kParts>& places) {
+  // `codes`: of row g. Answers whether a group needs the exact decoder.
+  __device__ __forceinline__ uint32_t load(const uint8_t* stage, const uint8_t* codes, int zeros_apart, const Places<kFrom, kParts>& places) {
     const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      words[i / 2][i % 2] = *reinterpret_cast<const uint4*>(codes + ((2 * t + i / 2) ^ g) * 16 + i % 2 * 8 * kRowBytes);
+    }
     uint32_t found = 0;
 #pragma unroll
-    for (int h = 0; h < kSlices; ++h) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const uint8_t *const scale = stage + places.at[h][part], *const zero = scale + zeros_apart;
-        const uint32_t s[2] = {*reinterpret_cast<const uint16_t*>(scale), *reinterpret_cast<const uint16_t*>(scale + 16)};
-        const uint32_t z[2] = {*reinterpret_cast<const uint16_t*>(zero), *reinterpret_cast<const uint16_t*>(zero + 16)};
-        groups[h][part][0].set(s[0], z[0]), groups[h][part][1].set(s[1], z[1]);
-        found |= quant::awq_needs_exact<T>(__byte_perm(s[0], s[1], 0x5410), __byte_perm(z[0], z[1], 0x5410));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        words[h][i / 2][i % 2] = *reinterpret_cast<const uint4*>(codes + h * slice_apart + ((2 * t + i / 2) ^ g) * 16 + i % 2 * 8 * kSliceBytes);
-      }
+    for (int part = 0; part < kParts; ++part) {
+      const uint8_t *const scale = stage + places.at[part], *const zero = scale + zeros_apart;
+      const uint32_t s[2] = {*reinterpret_cast<const uint16_t*>(scale), *reinterpret_cast<const uint16_t*>(scale + 16)};
+      const uint32_t z[2] = {*reinterpret_cast<const uint16_t*>(zero), *reinterpret_cast<const uint16_t*>(zero + 16)};
+      groups[part][0].set(s[0], z[0]), groups[part][1].set(s[1], z[1]);
+      found |= quant::awq_needs_exact<T>(__byte_perm(s[0], s[1], 0x5410), __byte_perm(z[0], z[1], 0x5410));
     }
     return found;
   }
+};
 
-  // `at`: of the stage in a token's row.
-  template <bool kExact, int kTokenBlocks>
-  __device__ __forceinline__ void multiply_all(Sums<kTokenBlocks>& sums, const uint8_t* const (&tokens)[kTokenBlocks], int at) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kSlices; ++i) {
-      const int h = i / 2, s = i % 2;
-      if constexpr (kExact) {
+template <int kTokens>
+using Sums = float[kTokens / 2];
+
+// A warpgroup: every groups_k-th stage of the piece.
+template <class T, int kTokens, Tokens kFrom, int kParts>
+__device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamParams& p, const Piece& piece, Shared& shared, const uint8_t* memory,
+                                           int n, int k) {
+  constexpr bool kByStage = kFrom != Tokens::kPiece;
+  const StreamProblem& q = p.problem;
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = n * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+  Places<kFrom, kParts> places(q, piece.first_stage + k, row);
+  uint32_t a[2][2][4];
+  int slot = k, previous = -1;
+  uint32_t phase = 0;
 #pragma unroll 1
-        for (int w = 0; w < 4; ++w) word<kExact>(sums, tokens, at, h, s, w);
-      } else {
+  for (int i = k; i < piece.stages; i += q.groups_k) {
+    const uint8_t* const stage = memory + slot * q.stage_bytes;
+    // The same in all lanes, and known to be: descriptors are scalar operands.
+    const uint8_t* const image = kByStage ? stage + q.tokens_at : memory + q.piece_at + i * (kTokens * kImageRowBytes);
+    const uint64_t b = ptx::descriptor_swizzle128(__shfl_sync(0xffffffffu, ptx::smem_address(image), 0));
+    if (!q.even_groups) places = Places<kFrom, kParts>(q, piece.first_stage + i, row);
+    ptx::mbarrier_wait(&shared.full[slot], phase);
+    StageWords<T, kFrom, kParts> own;
+    const uint32_t found = own.load(stage, stage + row * kRowBytes, q.zeros_at - q.scales_at, places);
+    const bool exact = __any_sync(0xffffffffu, found != 0);
+    if constexpr (!kByStage) {
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&shared.empty[slot]);
+    }
 #pragma unroll
-        for (int w = 0; w < 4; ++w) word<kExact>(sums, tokens, at, h, s, w);
+    for (int j = 0; j < 8; ++j) {
+      uint32_t(&operand)[2][4] = a[j % 2];
+      const quant::AwqGroup<T, true>(&groups)[2] = own.groups[j * kParts / 8];
+      const uint32_t low = word_of(own.words[j / 4][0], j % 4), high = word_of(own.words[j / 4][1], j % 4);
+      if (exact) decode<T, true>(operand, groups, low, high);
+      else decode<T, false>(operand, groups, low, high);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // 16 columns are 32 of the 128 bytes of a token's row
+        const int step = 2 * j + half;
+        ptx::WgmmaRegisters<T, kTokens>::mma(sums, operand[half], b + step / 4 * (kTokens * 128 / 16) + step % 4 * 2);
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // the operands of the next word may be overwritten
+      if (kByStage && j == 0 && previous >= 0) {
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
       }
     }
+    previous = slot, slot += q.groups_k;
+    if (slot >= q.ring) slot -= q.ring, phase ^= 1;
   }
+  ptx::wgmma_wait<0>();
+}
 
- private:
-  template <bool kExact, int kTokenBlocks>
-  __device__ __forceinline__ void word(Sums<kTokenBlocks>& sums, const uint8_t* const (&tokens)[kTokenBlocks], int at, int h, int s, int w) const {
-    multiply<T, kExact>(sums, groups[h][s * (kParts - 1)], word_of(words[h][s][0], w), word_of(words[h][s][1], w), tokens,
-                        at + 512 * h + 256 * s + 64 * w);
+// Fragments to shared memory as [groups_k][M][sum_pitch].
+template <int kTokens>
+__device__ __forceinline__ void store_sums(float* memory, const Sums<kTokens>& sums, const StreamProblem& q, int n, int k) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = n * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
+  float* const mine = memory + k * q.M * q.sum_pitch + row;
+#pragma unroll
+  for (int i = 0; i < kTokens / 2; ++i) {
+    const int token = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    if (token < q.M) mine[token * q.sum_pitch + 8 * (i / 2 % 2)] = sums[i];
   }
-};
+}
 
 __device__ __forceinline__ void add(float4& sum, const float4& other) { sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w; }
 
-__device__ __forceinline__ void store_quad(const StreamParams& p, int first_row, int quad, const float4& sum) {
-  const int token = quad / kQuads, n = first_row + quad % kQuads * 4;
+__device__ __forceinline__ void store_quad(const StreamParams& p, const Shared& shared, int first_row, int token, int column, const float4& sum) {
+  const int n = first_row + column;
   if (n >= p.problem.N) return;
-  float y[4] = {sum.x, sum.y, sum.z, sum.w};
-  if (p.epilogue.bias != nullptr) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) y[e] += load_as_float(p.epilogue.bias, n + e, p.epilogue.bias_type);
-  }
+  float y[4] = {sum.x + shared.bias[column], sum.y + shared.bias[column + 1], sum.z + shared.bias[column + 2], sum.w + shared.bias[column + 3]};
   finish_four(p.epilogue, static_cast<int64_t>(token) * p.problem.N + n, n, p.problem.N - n, y);
 }
 
-// What the blocks of a cluster send each other. The i-th tile of a cluster is finished by its block i % splits.
-struct Exchange {
-  const StreamParams& p;
-  Barriers& barriers;
-  float4* received;  // of these rows: [splits][M * kQuads]
-  int n, rank, lane, tiles;  // row block of the tile; tiles of this cluster
-
-  __device__ __forceinline__ int owner_of(int i) const { return i & (p.problem.splits - 1); }
-  __device__ __forceinline__ uint32_t round_of(int i) const { return static_cast<uint32_t>(i / p.problem.splits); }
-
-  // One thread of the block for each row block, before any other block may send.
-  __device__ __forceinline__ static void prepare(Barriers& barriers, const StreamProblem& q, int n) {
-    ptx::receive_init(&barriers.received[n]);
-    for (int rank = 0; rank < q.splits; ++rank) ptx::receive_init(&barriers.read[n][rank]);
-    ptx::receive_expect(&barriers.received[n], q.splits * q.M * kQuads * sizeof(float4));
-  }
-
-  __device__ __forceinline__ void await_place(int i) const {
-    if (round_of(i) > 0) ptx::receive_wait_phase(&barriers.read[n][owner_of(i)], (round_of(i) - 1) & 1);
-  }
-
-  __device__ __forceinline__ void send(int i, int quad, const float4& sum) const {
-    ptx::store_async_16(received + rank * p.problem.M * kQuads + quad, &barriers.received[n], owner_of(i), reinterpret_cast<const int4&>(sum));
-  }
-
-  // The i-th tile, if this block owns it.
-  __device__ __forceinline__ void finish(int i, int first_row) const {
-    const StreamProblem& q = p.problem;
-    if (owner_of(i) != rank) return;
-    ptx::receive_wait_phase(&barriers.received[n], round_of(i) & 1);
-    const int quads = q.M * kQuads;
-    for (int quad = lane; quad < quads; quad += 32) {
-      float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-      for (int s = 0; s < q.splits; ++s) add(sum, received[s * quads + quad]);
-      store_quad(p, first_row, quad, sum);
-    }
-    __syncwarp();
-    if (i + q.splits >= tiles) return;  // nobody sends to this place again
-    if (lane == 0) ptx::receive_expect(&barriers.received[n], q.splits * quads * sizeof(float4));
-    if (lane < q.splits) arrive_in_cluster(&barriers.read[n][rank], lane);
-  }
-};
-
-// The consumer warps: all tiles of the block.
-template <class T, int kTokenBlocks, int kSlices, int kParts>
-__device__ __forceinline__ void consume(const StreamParams& p, const Block& block, const Warp& warp, Barriers& barriers, uint8_t* shared) {
+// Every four neighbouring rows of a token: summed over the block's warpgroups, sent to the block that finishes them, summed over the
+// cluster in the order of its blocks, and stored.
+__device__ __forceinline__ void finish(const StreamParams& p, const Piece& piece, Shared& shared, uint8_t* memory) {
   const StreamProblem& q = p.problem;
-  const int count = block.count(q, warp.k), ring_mask = (1 << q.ring_log2) - 1;
-  // Tokens beyond the last repeat it: their sums are not stored.
-  const uint8_t* tokens[kTokenBlocks];
-#pragma unroll
-  for (int j = 0; j < kTokenBlocks; ++j) {
-    tokens[j] = shared + q.tokens_at + min(8 * j + warp.lane / 4, q.M - 1) * q.token_pitch + 16 * (warp.lane % 4);
+  const int in_row = q.groups_n * (kGroupRows / 4), quads = q.M * in_row, threads = static_cast<int>(blockDim.x);
+  const float* const sums = reinterpret_cast<const float*>(memory);
+  float4* const received = reinterpret_cast<float4*>(memory + q.received_at);
+#pragma unroll 1
+  for (int quad = static_cast<int>(threadIdx.x); quad < quads; quad += threads) {
+    const int token = quad / in_row, column = (quad - token * in_row) * 4;
+    float4 sum = *reinterpret_cast<const float4*>(sums + token * q.sum_pitch + column);
+#pragma unroll 1
+    for (int k = 1; k < q.groups_k; ++k) add(sum, *reinterpret_cast<const float4*>(sums + (k * q.M + token) * q.sum_pitch + column));
+    if (q.splits == 1) {
+      store_quad(p, shared, piece.first_row, token, column, sum);
+    } else {
+      const int owner = quad / q.quads_each;
+      ptx::store_async_16(received + piece.rank * q.quads_each + quad - owner * q.quads_each, &shared.received, owner,
+                          reinterpret_cast<const int4&>(sum));
+    }
   }
-  const uint8_t* const ring = shared + (warp.k << q.ring_log2) * q.stage_bytes;
-  const int codes_at = (warp.n * kRows + warp.lane / 4) * kSliceBytes, slice_apart = q.warps_n * kRows * kSliceBytes;
-  const int block_sums = q.M * kSumPitch;  // floats of a warp
-  const Exchange exchange = {p, barriers, reinterpret_cast<float4*>(shared + q.received_at) + warp.n * q.splits * q.M * kQuads,
-                             warp.n, block.rank, warp.lane, block.tiles};
-  Places<kSlices, kParts> places(q, block.first_stage + warp.k, warp.n);
-  uint32_t use = 0;
-  int turn = 0;
+  if (q.splits == 1) return;
+  ptx::receive_wait(&shared.received);
+  const int first = piece.rank * q.quads_each, count = min(q.quads_each, quads - first);
 #pragma unroll 1
-  for (int i = 0; i < block.tiles; ++i) {
-    Sums<kTokenBlocks> sums = {};
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
+    float4 sum = received[i];
 #pragma unroll 1
-    for (int j = 0, local = warp.k; j < count; ++j, local += q.warps_k, ++use) {
-      const uint32_t slot = use & ring_mask;
-      const uint8_t* const stage = ring + slot * q.stage_bytes;
-      if (!q.even_groups) places = Places<kSlices, kParts>(q, block.first_stage + local, warp.n);
-      ptx::mbarrier_wait(&barriers.full[warp.k][slot], (use >> q.ring_log2) & 1);
-      StageWords<T, kSlices, kParts> words;
-      const uint32_t found = words.load(stage, stage + codes_at, slice_apart, q.zeros_at - q.scales_at, places);
-      const bool exact = __any_sync(0xffffffffu, found != 0);
-      __syncwarp();
-      if (warp.lane == 0) ptx::mbarrier_arrive(&barriers.empty[warp.k][slot]);
-      const int at = local * (2 * kSlices * kSliceColumns);
-      if (exact) words.template multiply_all<true>(sums, tokens, at);
-      else words.template multiply_all<false>(sums, tokens, at);
-    }
-    // Of the warps that share rows, the one whose turn it is finishes the tile.
-    const int buffer = i & 1, first_row = ((block.first_tile + i * block.tile_step) * q.warps_n + warp.n) * kRows;
-    float* const all = reinterpret_cast<float*>(shared + q.sums_at) + (buffer * q.warps_n + warp.n) * q.warps_k * block_sums;
-    uint64_t *const written = &barriers.written[warp.n][buffer], *const summed = &barriers.summed[warp.n][buffer];
-    if (i >= 2) ptx::mbarrier_wait(summed, (i / 2 - 1) & 1);
-    float* const mine = all + warp.k * block_sums + warp.lane / 4;
-#pragma unroll
-    for (int j = 0; j < kTokenBlocks; ++j) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int token = 8 * j + 2 * (warp.lane % 4) + e % 2;
-        if (token < q.M) mine[token * kSumPitch + 8 * (e / 2)] = sums[0][j][e] + sums[1][j][e];
-      }
-    }
-    __syncwarp();
-    if (warp.lane == 0) ptx::mbarrier_arrive(written);
-    if (warp.k == turn) {
-      ptx::mbarrier_wait(written, (i / 2) & 1);
-      if (q.splits > 1) exchange.await_place(i);
-      for (int quad = warp.lane; quad < q.M * kQuads; quad += 32) {
-        float4 sum = make_float4(0, 0, 0, 0);
-        const float* const from = all + quad / kQuads * kSumPitch + quad % kQuads * 4;
-#pragma unroll 4
-        for (int w = 0; w < q.warps_k; ++w) add(sum, *reinterpret_cast<const float4*>(from + w * block_sums));
-        if (q.splits > 1) exchange.send(i, quad, sum);
-        else store_quad(p, first_row, quad, sum);
-      }
-      __syncwarp();
-      if (warp.lane == 0) ptx::mbarrier_arrive(summed);
-      if (q.splits > 1) {  // a tile late, when the sums have had time to come
-        if (i > 0) exchange.finish(i - 1, first_row - block.tile_step * q.warps_n * kRows);
-        if (i + 1 == block.tiles) exchange.finish(i, first_row);
-      }
-    }
-    if (++turn == q.warps_k) turn = 0;
+    for (int s = 1; s < q.splits; ++s) add(sum, received[s * q.quads_each + i]);
+    const int token = (first + i) / in_row;
+    store_quad(p, shared, piece.first_row, token, (first + i - token * in_row) * 4, sum);
   }
 }
 
-// Grid: blocks that all fit the chip at once, a multiple of splits. Threads: 32 * (warps_n * warps_k + 1).
-template <class T, int kTokenBlocks, int kSlices, int kParts>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1) awq_stream_kernel(const __grid_constant__ StreamParams p) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ Barriers barriers;
+// Grid: tiles * splits blocks. Threads: 128 * groups_n * groups_k + 32.
+template <class T, int kTokens, Tokens kFrom, int kParts>
+__global__ void __launch_bounds__(128 * most_groups(kTokens) + 32, 1) awq_stream_kernel(const __grid_constant__ StreamParams p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  __shared__ Shared shared;
   const StreamProblem& q = p.problem;
-  const int index = static_cast<int>(threadIdx.x) / 32, consumers = q.warps_n * q.warps_k;
-  const Block block(q);
-  Warp warp;
-  warp.lane = static_cast<int>(threadIdx.x) % 32, warp.n = index / q.warps_k, warp.k = index - warp.n * q.warps_k;
-  const bool producer = index == consumers;
+  const Piece piece(q);
+  const int consumers = 128 * q.groups_n * q.groups_k;
+  const bool producer = static_cast<int>(threadIdx.x) == consumers;
+  const Producer<kTokens, kFrom> feed = {p, piece, shared, memory};
   if (producer) {
-    for (int i = warp.lane; i < q.warps_k << q.ring_log2; i += 32) {
-      ptx::mbarrier_init(&barriers.full[i >> q.ring_log2][i & ((1 << q.ring_log2) - 1)], 1);
-      ptx::mbarrier_init(&barriers.empty[i >> q.ring_log2][i & ((1 << q.ring_log2) - 1)], q.warps_n);
-    }
-    if (warp.lane < q.warps_n) {
-      for (int buffer = 0; buffer < 2; ++buffer) {
-        ptx::mbarrier_init(&barriers.written[warp.lane][buffer], q.warps_k);
-        ptx::mbarrier_init(&barriers.summed[warp.lane][buffer], 1);
-      }
-      if (q.splits > 1) Exchange::prepare(barriers, q, warp.lane);
+    ptx::tma_prefetch_map(&p.codes);
+    ptx::tma_prefetch_map(&p.scale);
+    ptx::tma_prefetch_map(&p.zero);
+    for (int i = 0; i < q.ring; ++i) {
+      ptx::mbarrier_init(&shared.full[i], 1);
+      ptx::mbarrier_init(&shared.empty[i], 4 * q.groups_n);
     }
     ptx::mbarrier_init_fence();
+    feed.start();
+    if (q.splits > 1) {
+      ptx::receive_init(&shared.received);
+      const int owned = max(0, min(q.quads_each, q.M * q.groups_n * (kGroupRows / 4) - piece.rank * q.quads_each));
+      ptx::receive_expect(&shared.received, q.splits * owned * sizeof(float4));
+    }
   }
-  // Weights, too, may have been written by the kernel in front: a block is there early, and reads nothing before the wait.
-  ptx::griddep_wait();
-  ptx::griddep_launch();
+  for (int i = static_cast<int>(threadIdx.x); i < q.groups_n * kGroupRows; i += static_cast<int>(blockDim.x)) {
+    const int n = min(piece.first_row + i, q.N - 1);
+    shared.bias[i] = p.epilogue.bias == nullptr ? 0.0f : load_as_float(p.epilogue.bias, n, p.epilogue.bias_type);
+  }
   __syncthreads();
-  if (q.splits > 1) ptx::cluster_arrive_relaxed();  // this block's barriers may be used by the others
+
+  const int group = static_cast<int>(threadIdx.x) / 128, n = group / q.groups_k, k = group - n * q.groups_k;
+  if constexpr (kFrom == Tokens::kPiece) {
+    ptx::griddep_wait();
+    if (static_cast<int>(threadIdx.x) < consumers) {
+      pair_piece<kTokens>(memory + q.piece_at, p.x, piece.first_stage * kStageColumns, piece.stages, q.M, q.K, static_cast<int>(threadIdx.x),
+                          consumers);
+      ptx::fence_async_proxy();
+    }
+    __syncthreads();
+  }
+  Sums<kTokens> sums = {};
   if (producer) {
-    if (warp.lane == 0) produce<kSlices>(p, block, barriers, shared);
-    __syncwarp();
-    if (q.splits > 1) ptx::cluster_wait();
+    feed.run();
   } else {
-    stage_tokens<kSlices>(shared + q.tokens_at, p, block, warp);
-    if (q.splits > 1) ptx::cluster_wait();
-    meet_consumers(32 * consumers);
-    consume<T, kTokenBlocks, kSlices, kParts>(p, block, warp, barriers, shared);
+    ptx::griddep_wait();
   }
-  if (q.splits > 1) {
-    __syncwarp();
-    ptx::cluster_sync();  // no block ends while others send to it
-  }
+  if (static_cast<int>(threadIdx.x) < consumers) accumulate<T, kTokens, kFrom, kParts>(sums, p, piece, shared, memory, n, k);
+  // After this block's loads: the next kernel's blocks need no place before.
+  ptx::griddep_launch();
+  __syncthreads();  // all have read their stages: the sums take their place
+  if (q.splits > 1) ptx::cluster_arrive_relaxed();  // the others may send theirs
+  if (static_cast<int>(threadIdx.x) < consumers) store_sums<kTokens>(reinterpret_cast<float*>(memory), sums, q, n, k);
+  if (q.splits > 1) ptx::cluster_wait();
+  __syncthreads();
+  finish(p, piece, shared, memory);
 }
 
 }  // namespace kitchen::awq::stream
