@@ -11,7 +11,7 @@
 #include "kitchen/bench/yardstick.h"
 #include "kitchen/host/device.h"
 #include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
-#include "quantize_svdquant_w4a4/sm90/quantize_project.h"
+#include "quantize_svdquant_w4a4/sm90/project_rows.h"
 #include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
 #include "svdquant_gemm/sm90/stream_gemm.h"
@@ -62,7 +62,7 @@ void bind_quantize(py::module_& m) {
       "quantize_svdquant_w4a4",
       [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
          int64_t M, int64_t K, float shift, bool is_unsigned, int form, const WeightArguments& weight,
-         const LowArguments& low, int device, uintptr_t stream) {
+         const LowArguments& low, bool beside, int device, uintptr_t stream) {
         const svdquant::QuantizeParams p = {pointer<const void>(x),
                                             x_row_stride,
                                             pointer<const void>(smooth),
@@ -77,11 +77,11 @@ void bind_quantize(py::module_& m) {
                                             dtype(smooth_type)};
         const svdquant::DecodeParams decoded = decode_params(weight, low, K);
         svdquant::quantize_svdquant_w4a4(p, std::get<0>(weight) == 0 ? nullptr : &decoded, device,
-                                         pointer<CUstream_st>(stream));
+                                         pointer<CUstream_st>(stream), beside);
       },
       py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
       py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("form"),
-      py::arg("weight"), py::arg("low"), py::arg("device"), py::arg("stream"),
+      py::arg("weight"), py::arg("low"), py::arg("beside"), py::arg("device"), py::arg("stream"),
       "form: 0 two codes a byte, 1 an e4m3 number each with scales in blocks of 64 rows.");
   m.def(
       "decode_svdquant",
@@ -110,7 +110,6 @@ void bind_quantize(py::module_& m) {
       py::arg("out_scales"), py::arg("rows"), py::arg("K"), py::arg("block"), py::arg("is_a"), py::arg("is_unsigned"),
       py::arg("low"), py::arg("out_low"), py::arg("low_rows"), py::arg("R"), py::arg("out_R"), py::arg("device"),
       py::arg("stream"));
-  m.def("quantize_few_rows_supports", svdquant::quantize_few_rows_supports, py::arg("M"), py::arg("K"));
   m.def(
       "quantize_few_rows",
       [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
@@ -160,30 +159,23 @@ void bind_stream(py::module_& m, const char* name, const Launch& launch) {
 #endif
 
 #ifdef KITCHEN_HAVE_SM90
-void bind_quantize_project(py::module_& m) {
+void bind_project(py::module_& m) {
   m.def(
-      "quantize_project",
-      [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
-         int64_t M, int64_t K, float shift, bool is_unsigned, int form, uintptr_t proj_down, int R, uintptr_t low,
-         bool low_is_bfloat16, const WeightArguments& weight, int device, uintptr_t stream) {
-        const svdquant::ProjectParams p = {
-            {pointer<const void>(x), x_row_stride, pointer<const void>(smooth), pointer<uint8_t>(codes),
-             pointer<void>(scales), M, K, shift, is_unsigned, code_form(form), dtype(type), dtype(smooth_type)},
-            pointer<const void>(proj_down),
-            R,
-            low_is_bfloat16 ? nullptr : pointer<float>(low),
-            low_is_bfloat16 ? pointer<__nv_bfloat16>(low) : nullptr};
-        const svdquant::DecodeParams decoded = decode_params(weight, {}, K);
-        svdquant::quantize_project(p, std::get<0>(weight) == 0 ? nullptr : &decoded, device, pointer<CUstream_st>(stream));
+      "project_rows",
+      [](uintptr_t x, int64_t x_row_stride, int type, int64_t M, int64_t K, uintptr_t proj_down, int R, uintptr_t low,
+         bool low_is_bfloat16, int device, uintptr_t stream) {
+        svdquant::ProjectParams p = {};
+        p.x = pointer<const void>(x), p.x_row_stride = x_row_stride, p.type = dtype(type), p.M = M, p.K = K;
+        p.proj_down = pointer<const void>(proj_down), p.R = R;
+        p.low = low_is_bfloat16 ? nullptr : pointer<float>(low);
+        p.low_bfloat16 = low_is_bfloat16 ? pointer<__nv_bfloat16>(low) : nullptr;
+        svdquant::project_rows(p, device, pointer<CUstream_st>(stream));
       },
-      py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
-      py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("form"),
-      py::arg("proj_down"), py::arg("R"), py::arg("low"), py::arg("low_is_bfloat16"), py::arg("weight"),
-      py::arg("device"), py::arg("stream"));
+      py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("M"), py::arg("K"), py::arg("proj_down"), py::arg("R"),
+      py::arg("low"), py::arg("low_is_bfloat16"), py::arg("device"), py::arg("stream"));
 }
 
-
-using HopperPlan = std::tuple<int, int, int>;  // of HopperPlan's members
+using HopperPlan = std::tuple<int, int, int, int>;  // of HopperPlan's members
 
 void bind_hopper_gemm(py::module_& m) {
   m.def(
@@ -193,7 +185,7 @@ void bind_hopper_gemm(py::module_& m) {
                       "svdquant_gemm_sm90: there is no such variant");
         const auto plan = variant ? svdquant::hopper_plan_for(M, N, K, sm_count, *variant)
                                   : svdquant::choose_hopper_plan(M, N, K, sm_count);
-        return std::make_tuple(HopperPlan(plan.variant, plan.grid, plan.raster_group),
+        return std::make_tuple(HopperPlan(plan.variant, plan.grid, plan.raster_group, plan.splits),
                                svdquant::hopper_variant(plan.variant).tile_n, svdquant::describe(M, N, K, sm_count, plan));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("sm_count"), py::arg("variant") = py::none(),
@@ -216,7 +208,7 @@ void bind_hopper_gemm(py::module_& m) {
         o.out = pointer<void>(out), o.out_type = dtype(out_type), o.pitch = pitch;
         o.programmatic_launch = programmatic_launch;
         const host::DeviceGuard guard(device);
-        svdquant::svdquant_gemm_sm90(o, {std::get<0>(plan), std::get<1>(plan), std::get<2>(plan)},
+        svdquant::svdquant_gemm_sm90(o, {std::get<0>(plan), std::get<1>(plan), std::get<2>(plan), std::get<3>(plan)},
                                      pointer<CUstream_st>(stream));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
@@ -250,10 +242,10 @@ PYBIND11_MODULE(_C, m) {
   bind_stream(m, "svdquant_gemm_sm80", svdquant::svdquant_gemm_sm80);
 #endif
 #ifdef KITCHEN_HAVE_SM90
-  bind_quantize_project(m);
+  bind_project(m);
   bind_stream(m, "svdquant_stream_sm90",
               [](const svdquant::StreamOperands& o, int device, cudaStream_t stream) {
-                if (svdquant::svdquant_stream_sm90_unsupported(o, device) != nullptr) return false;
+                if (svdquant::svdquant_stream_sm90_unsupported(o) != nullptr) return false;
                 svdquant::svdquant_stream_sm90(o, device, stream);
                 return true;
               });

@@ -10,7 +10,7 @@
 #include "decode_svdquant/decode_svdquant.h"
 #include "kitchen/host/check.h"
 #include "quantize_svdquant_w4a4/quantize_svdquant_w4a4.h"
-#include "quantize_svdquant_w4a4/sm90/quantize_project.h"
+#include "quantize_svdquant_w4a4/sm90/project_rows.h"
 #include "svdquant_gemm/scale_layout.h"
 #include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
@@ -47,7 +47,15 @@ int code_at(const std::vector<uint8_t>& packed, int64_t at, bool is_unsigned) {
   return is_unsigned || nibble < 8 ? nibble : nibble - 16;
 }
 
-constexpr int kStreams = 4;  // 8-bit MMA, 4-bit MMA, that of sm_75, and behind the copy engine of sm_90
+// 8-bit MMA, 4-bit MMA, that of sm_75, and behind the copy engine of sm_90 for up to 64 rows, with scales and proj_up of float32 and
+// of bfloat16.
+constexpr int kStreams = 5, kMostStreamed = 64;
+int streams_of(int M) { return M <= kMostStreamed ? kStreams : 3; }
+
+template <class To>
+std::vector<To> converted(const std::vector<float>& from) {
+  return std::vector<To>(from.begin(), from.end());
+}
 
 // Scales are powers of two and everything else small integers: all sums are exact, in every order.
 int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
@@ -79,6 +87,7 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
   const DeviceArray<uint8_t> a_dev(a), b_dev(b);
   const DeviceArray<float> a_scale_dev(a_scale), b_scale_dev(b_scale), low_dev(low), up_dev(up), bias_dev(bias),
       residual_dev(residual);
+  const DeviceArray<__nv_bfloat16> b_scale_half(converted<__nv_bfloat16>(b_scale)), up_plain(converted<__nv_bfloat16>(up));
   int wrong = 0;
   const auto compare = [&](const DeviceArray<float>& out, const char* what, int which) {
     host::check(cudaDeviceSynchronize(), what);
@@ -88,7 +97,7 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
     if (differ) std::printf("%s %d, M=%d N=%d K=%d R=%d: %d wrong\n", what, which, M, N, K, R, differ);
     wrong += differ != 0;
   };
-  for (int which = 0; which < kStreams; ++which) {
+  for (int which = 0; which < streams_of(M); ++which) {
     const DeviceArray<float> out(std::vector<float>(M * N, -1));
     StreamOperands o = {M,
                         N,
@@ -112,6 +121,9 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
                         is_unsigned,
                         which == 1,
                         false};
+    if (which == 4) {
+      o.b_scale = b_scale_half.data, o.up = up_plain.data, o.b_scale_type = o.up_type = DType::kBFloat16;
+    }
     if (which < 2) {
       svdquant_gemm_sm80(o, 0, nullptr);
     } else {
@@ -160,7 +172,7 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
   return wrong;
 }
 
-// Both quantizers make the same codes and scales.
+// Both quantizers make the same codes and scales, of float32 and of float16 numbers.
 int check_quantizers(int M, int K, int R, bool is_unsigned) {
   std::vector<float> x(M * K), smooth(K), down(K * R), want(M * R);
   for (auto& v : x) v = float(int(next_random() % 2001) - 1000);
@@ -171,8 +183,9 @@ int check_quantizers(int M, int K, int R, bool is_unsigned) {
       for (int k = 0; k < K; ++k) want[m * R + r] += x[m * K + k] * down[k * R + r];
     }
   }
-  const DeviceArray<float> x_dev(x), smooth_dev(smooth), down_dev(down), scales(size_t(M) * K / kGroup),
-      few_scales(scales.count), low(want.size());
+  const DeviceArray<float> x_dev(x), smooth_dev(smooth), scales(size_t(M) * K / kGroup), few_scales(scales.count),
+      low(want.size());
+  const DeviceArray<__half> x_half(converted<__half>(x)), down_half(converted<__half>(down));
   const DeviceArray<uint8_t> codes(size_t(M) * K / 2), few_codes(codes.count), numbers(size_t(M) * K);
   const DeviceArray<uint4> parts(size_t((M + kBlockRows - 1) / kBlockRows * kBlockRows) * even_groups(K / kGroup));
   QuantizeParams p = {x_dev.data, K,         smooth_dev.data, codes.data,        scales.data,     M,
@@ -181,16 +194,16 @@ int check_quantizers(int M, int K, int R, bool is_unsigned) {
   QuantizeParams e4m3 = p;
   e4m3.codes = numbers.data, e4m3.scales = parts.data, e4m3.form = CodeForm::kE4m3;
   quantize_svdquant_w4a4(e4m3, nullptr, 0, nullptr);
-  p.codes = few_codes.data, p.scales = few_scales.data;
-  quantize_few_rows({p, down_dev.data, low.data, R, DType::kFloat32}, 0, nullptr);
+  p.x = x_half.data, p.type = DType::kFloat16, p.codes = few_codes.data, p.scales = few_scales.data;
+  quantize_few_rows({p, down_half.data, low.data, R, DType::kFloat16}, 0, nullptr);
   host::check(cudaDeviceSynchronize(), "the quantizers");
   const bool same = codes.read() == few_codes.read() && scales.read() == few_scales.read() && low.read() == want;
   if (!same) std::printf("quantizers differ: M=%d K=%d R=%d\n", M, K, R);
   return !same;
 }
 
-// One pass over x, and the weight decoded beside it, against the kernels that do these one by one.
-int check_one_pass(int M, int K, int R, int N, bool is_unsigned) {
+// The quantizer with the product and the weight's decoding beside it, against kernels that do these one by one.
+int check_beside(int M, int K, int R, int N, bool is_unsigned) {
   std::vector<__nv_bfloat16> x(M * K), smooth(K), down(K * R);
   std::vector<float> want(M * R);
   for (auto& v : x) v = __float2bfloat16(float(int(next_random() % 257) - 128));
@@ -210,40 +223,34 @@ int check_one_pass(int M, int K, int R, int N, bool is_unsigned) {
   const size_t parts = size_t((M + kBlockRows - 1) / kBlockRows * kBlockRows) * even;
   const size_t weight_parts = size_t((N + kBlock - 1) / kBlock * kBlock) * even;
   const DeviceArray<__nv_bfloat16> x_dev(x), smooth_dev(smooth), down_dev(down);
-  const DeviceArray<float> weight_scale_dev(weight_scale), scales(size_t(M) * K / kGroup), one_scales(scales.count),
-      low(want.size());
-  const DeviceArray<uint8_t> weight_dev(weight), codes(size_t(M) * K / 2), one_codes(codes.count), numbers(size_t(M) * K),
-      one_numbers(numbers.count), decoded(size_t(N) * K), one_decoded(decoded.count), beside(decoded.count);
-  const DeviceArray<uint4> a_parts(std::vector<uint4>(parts, uint4{})), one_a_parts(std::vector<uint4>(parts, uint4{})),
-      b_parts(weight_parts), one_b_parts(weight_parts), beside_parts(weight_parts);
-  QuantizeParams p = {x_dev.data, K,         smooth_dev.data, codes.data,        scales.data,       M,
-                      K,          0.171875f, is_unsigned,     CodeForm::kPacked, DType::kBFloat16, DType::kBFloat16};
-  QuantizeParams e4m3 = p;
-  e4m3.codes = numbers.data, e4m3.scales = a_parts.data, e4m3.form = CodeForm::kE4m3;
+  const DeviceArray<float> weight_scale_dev(weight_scale), low(want.size());
+  const DeviceArray<__nv_bfloat16> rounded(want.size());
+  const DeviceArray<uint8_t> weight_dev(weight), numbers(size_t(M) * K), numbers_beside(numbers.count), decoded(size_t(N) * K),
+      decoded_beside(decoded.count);
+  const DeviceArray<uint4> a_parts(std::vector<uint4>(parts, uint4{})), a_parts_beside(std::vector<uint4>(parts, uint4{})),
+      b_parts(weight_parts), b_parts_beside(weight_parts);
+  QuantizeParams q = {x_dev.data, K,         smooth_dev.data, numbers.data,      a_parts.data,      M,
+                      K,          0.171875f, is_unsigned,     CodeForm::kE4m3,   DType::kBFloat16, DType::kBFloat16};
   DecodeParams w = {weight_dev.data, weight_scale_dev.data, decoded.data, b_parts.data, N, K, N, kBlock, false, false,
                     DType::kFloat32, nullptr, nullptr, 0, 0, 0};
-  quantize_svdquant_w4a4(p, nullptr, 0, nullptr);
+  quantize_svdquant_w4a4(q, nullptr, 0, nullptr);
   decode_svdquant(w, 0, nullptr);
-  w.out = beside.data, w.out_scales = beside_parts.data;
-  quantize_svdquant_w4a4(e4m3, &w, 0, nullptr);
-  p.codes = one_codes.data, p.scales = one_scales.data, e4m3.codes = one_numbers.data, e4m3.scales = one_a_parts.data;
-  w.out = one_decoded.data, w.out_scales = one_b_parts.data;
-  const DeviceArray<__nv_bfloat16> rounded(want.size());
-  quantize_project({p, down_dev.data, R, low.data, nullptr}, nullptr, 0, nullptr);
-  quantize_project({e4m3, down_dev.data, R, nullptr, rounded.data}, &w, 0, nullptr);
-  host::check(cudaDeviceSynchronize(), "quantize_project");
+  q.codes = numbers_beside.data, q.scales = a_parts_beside.data, w.out = decoded_beside.data, w.out_scales = b_parts_beside.data;
+  project_rows({x_dev.data, K, DType::kBFloat16, M, K, down_dev.data, R, nullptr, rounded.data}, 0, nullptr);
+  project_rows({x_dev.data, K, DType::kBFloat16, M, K, down_dev.data, R, low.data, nullptr}, 0, nullptr);
+  quantize_svdquant_w4a4(q, &w, 0, nullptr, true);
+  host::check(cudaDeviceSynchronize(), "project_rows");
   const auto equal = [](const DeviceArray<uint4>& a, const DeviceArray<uint4>& b) {
     const auto first = a.read(), second = b.read();
     return std::memcmp(first.data(), second.data(), first.size() * sizeof(uint4)) == 0;
   };
-  bool same = codes.read() == one_codes.read() && scales.read() == one_scales.read() && low.read() == want &&
-              numbers.read() == one_numbers.read() && equal(a_parts, one_a_parts) && decoded.read() == one_decoded.read() &&
-              equal(b_parts, one_b_parts) && decoded.read() == beside.read() && equal(b_parts, beside_parts);
+  bool same = low.read() == want && numbers.read() == numbers_beside.read() && equal(a_parts, a_parts_beside) &&
+              decoded.read() == decoded_beside.read() && equal(b_parts, b_parts_beside);
   const auto low_half = rounded.read();
   for (size_t i = 0; i < want.size(); ++i) {
     same = same && __bfloat162float(low_half[i]) == __bfloat162float(__float2bfloat16(want[i]));
   }
-  if (!same) std::printf("one pass differs: M=%d K=%d R=%d N=%d\n", M, K, R, N);
+  if (!same) std::printf("what runs beside differs: M=%d K=%d R=%d N=%d\n", M, K, R, N);
   return !same;
 }
 
@@ -251,21 +258,37 @@ int check_one_pass(int M, int K, int R, int N, bool is_unsigned) {
 
 int main() {
   int cases = 0, failed = 0;
+  const auto gemms = [&](int M, int N, int K, int R, bool is_unsigned) {
+    failed += check_gemms(M, N, K, R, is_unsigned), cases += streams_of(M) + hopper_variant_count();
+  };
+  const auto quantizers = [&](int M, int K, int R, bool is_unsigned) {
+    failed += check_quantizers(M, K, R, is_unsigned), cases += 1;
+  };
+  const auto beside = [&](int M, int K, int R, int N, bool is_unsigned) {
+    failed += check_beside(M, K, R, N, is_unsigned), cases += 1;
+  };
   for (const bool is_unsigned : {false, true}) {
-    failed += check_gemms(1, 33, 64, 0, is_unsigned);
-    failed += check_gemms(13, 130, 192, 17, is_unsigned);
-    failed += check_gemms(20, 72, 1088, 16, is_unsigned);
-    failed += check_gemms(131, 101, 448, 72, is_unsigned);
-    failed += check_quantizers(1, 64, 17, is_unsigned);
-    failed += check_quantizers(5, 1088, 33, is_unsigned);
-    failed += check_quantizers(16, 1024, 8, is_unsigned);
-    failed += check_one_pass(1, 64, 8, 5, is_unsigned);
-    failed += check_one_pass(9, 1088, 40, 100, is_unsigned);
-    failed += check_one_pass(30, 640, 32, 33, is_unsigned);
-    failed += check_one_pass(77, 192, 136, 97, is_unsigned);
-    failed += check_one_pass(300, 320, 64, 64, is_unsigned);
-    failed += check_one_pass(270, 128, 128, 64, is_unsigned);
-    cases += 4 * (kStreams + hopper_variant_count()) + 9;
+    gemms(1, 33, 64, 0, is_unsigned);
+    gemms(6, 50, 2240, 34, is_unsigned);
+    gemms(13, 130, 192, 17, is_unsigned);
+    gemms(16, 3200, 1088, 32, is_unsigned);  // tiles of 32 rows
+    gemms(11, 4304, 2112, 256, is_unsigned);
+    gemms(3, 2904, 128, 16, is_unsigned);  // tiles of 24 rows
+    gemms(40, 2904, 320, 24, is_unsigned);
+    gemms(20, 72, 1088, 16, is_unsigned);
+    gemms(64, 40, 9280, 96, is_unsigned);  // a ring that goes round
+    gemms(2, 24, 20544, 8, is_unsigned);
+    gemms(131, 101, 448, 72, is_unsigned);
+    quantizers(1, 64, 20, is_unsigned);
+    quantizers(5, 1088, 36, is_unsigned);
+    quantizers(16, 7168, 8, is_unsigned);
+    quantizers(37, 192, 128, is_unsigned);
+    beside(1, 64, 8, 5, is_unsigned);
+    beside(9, 1088, 40, 100, is_unsigned);
+    beside(30, 640, 32, 33, is_unsigned);
+    beside(77, 192, 136, 97, is_unsigned);
+    beside(300, 320, 64, 64, is_unsigned);
+    beside(270, 128, 128, 64, is_unsigned);
   }
   std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;

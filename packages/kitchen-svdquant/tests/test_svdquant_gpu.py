@@ -244,6 +244,36 @@ def test_hopper_rows_that_are_no_multiple_of_16_bytes_are_right_whatever_the_chu
     check_close(_hopper.scaled_mm(*arguments.values(), out_dtype=out_dtype), want, size, branch, 1088 + 40, HOPPER)
 
 
+@pytest.mark.parametrize("M", [65, 128, 300, 700])
+def test_hopper_pieces_of_k(M):
+    """Tiles of any width give the same bits, unless K is split: then the sums have another order."""
+    skip_unless(HOPPER)
+    for N, K, R, dtype in ((200, 4160, 40, BF16), (1000, 1088, 0, torch.float16), (3072, 3072, 32, torch.float32)):
+        arguments = gemm_arguments(M, N, K, R, dtype=dtype)
+        want, size, branch = exact(**arguments)
+        splits, whole = set(), []
+        for variant in range(EXTENSION.module.svdquant_gemm_sm90_variants()):
+            plan = _hopper.plan_of(M, N, K, 0, variant)
+            out = _hopper.scaled_mm(*arguments.values(), out_dtype=torch.float32, variant=variant)
+            check_close(out, want, size, branch, K + R, HOPPER)
+            for _ in range(3):
+                assert torch.equal(
+                    _hopper.scaled_mm(*arguments.values(), out_dtype=torch.float32, variant=variant), out
+                )
+            others = gemm_arguments(M, N, K, R, dtype=dtype, seed=5)
+            for name, rows in (("codes", 0), ("ascales", 1), ("lora_act", 0)):
+                others[name].select(rows, 17).copy_(arguments[name].select(rows, 17))
+            others |= {name: arguments[name] for name in ("weight", "wscales", "proj_up")}
+            others["ascales"][0, 18] = float("nan")
+            other = _hopper.scaled_mm(*others.values(), out_dtype=torch.float32, variant=variant)
+            assert torch.equal(other[17], out[17])
+            splits.add(plan.arguments[3])
+            if plan.arguments[3] == 1:
+                whole.append(out)
+        assert all(torch.equal(out, whole[0]) for out in whole)
+        assert splits == {1, 4} or N > 200
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_repeated_runs_are_bit_equal_and_rows_independent(kernel):
     M = FEW_ROWS
@@ -258,6 +288,20 @@ def test_repeated_runs_are_bit_equal_and_rows_independent(kernel):
             others[name].select(rows, 17).copy_(arguments[name].select(rows, 17))
         others |= {name: arguments[name] for name in ("weight", "wscales", "proj_up")}
         assert torch.equal(ops.scaled_mm_svdquant_w4a4(*others.values())[17], first[17])
+
+
+@pytest.mark.parametrize("N", [3072, 1016, 130])
+def test_columns_of_few_rows_depend_on_no_other_columns(N):
+    """Sums are made in an order that K alone decides: a weight in parts gives the bits of the whole."""
+    skip_unless("svdquant/few_rows")
+    for M in (1, 5, 16, 30, 64):
+        whole = gemm_arguments(M, N, 3072, 32)
+        with use("svdquant/few_rows"):
+            want = ops.scaled_mm_svdquant_w4a4(*whole.values())
+            for part in (slice(0, N // 2), slice(N // 2, N), slice(N // 2 + 1, N)):
+                some = whole | {"weight": whole["weight"][part], "proj_up": whole["proj_up"][part]}
+                some["wscales"] = whole["wscales"][:, part]
+                assert torch.equal(ops.scaled_mm_svdquant_w4a4(*some.values()), want[:, part])
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -290,31 +334,23 @@ def test_strides_alignment_and_empty(kernel):
         assert ops.scaled_mm_svdquant_w4a4(*arguments.values()).shape == (0, N)
 
 
-@pytest.mark.parametrize("act_unsigned", [False, True])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES[1:], ids=str)
-@pytest.mark.parametrize("R", [8, 32, 40, 64, 128, 256])
-def test_one_pass_makes_the_codes_of_the_quantizer_and_the_product(R, dtype, act_unsigned):
+@pytest.mark.parametrize("R", [8, 40, 64, 72, 128, 136, 256])
+def test_product_beside_the_quantizer(R, dtype):
     skip_unless(HOPPER)
-    for M, K in ((1, 64), (9, 3072), (30, 320), (77, 1088), (300, 192), (600, 640)):
-        x = (torch.randn(M, K, device="cuda") * torch.randn(M, 1, device="cuda").exp()).to(dtype)
-        w = layer(96, K, R, dtype)
-        if M > 6:
-            x[3], x[5, :64], w["smooth"][5] = 0, 1e-7, 2.0**-22 if dtype == BF16 else 0.3
-        for form in (_quantize.PACKED, _quantize.E4M3):
-            want = _quantize.quantize_rows(x, w["smooth"], act_unsigned, form, 0.171875)
-            found = _quantize.quantize_and_project(x, w["smooth"], w["proj_down"], act_unsigned, form, 0.171875)
-            assert torch.equal(found[0], want[0])
-            scales = [t.view(torch.int16) for t in (found[1], want[1])]
-            if form == _quantize.E4M3:  # blocks of 64 rows, of which M are written
-                blocks = [t.view(-1, K // 64 + K // 64 % 2, 64, 8).transpose(1, 2).flatten(0, 1)[:M] for t in scales]
-                scales = blocks
-            assert torch.equal(*scales)
-            exact_low, size = x.double() @ w["proj_down"].double(), x.double().abs() @ w["proj_down"].double().abs()
-            assert_close(found[2], exact_low, absolute=tolerance(torch.float32, K).accumulation * size)
+    for M, K in ((1, 64), (65, 3072), (100, 192), (1000, 640), (4200, 1088)):
+        x, down = torch.randn(M, K, device="cuda").to(dtype), layer(8, K, R, dtype)["proj_down"]
+        low = _quantize.project(x, down, torch.float32)
+        want, size = x.double() @ down.double(), x.double().abs() @ down.double().abs()
+        assert_close(low, want, absolute=tolerance(torch.float32, K).accumulation * size)
+        assert torch.equal(_quantize.project(x, down, torch.float32), low)
+        assert torch.equal(_quantize.project(x, down, BF16), low.bfloat16())
+    rows = torch.randn(200, 2 * K + 3, device="cuda").to(dtype)[:, 1 : K + 1]  # neither aligned nor contiguous
+    assert torch.equal(_quantize.project(rows, down, BF16), _quantize.project(rows.contiguous(), down, BF16))
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_quantizers_decode_the_weight_beside(dtype):
+def test_quantizer_decodes_the_weight_beside(dtype):
     skip_unless(HOPPER)
     for M, N, K in ((1, 5, 64), (300, 1001, 192), (40, 3072, 3072)):
         w, x = layer(N, K, 32, dtype), torch.randn(M, K, device="cuda").to(dtype)
@@ -322,20 +358,14 @@ def test_quantizers_decode_the_weight_beside(dtype):
         numbers = unpack_nibbles(w["weight"], signed=True).float()
         assert torch.equal(want.codes.view(torch.float8_e4m3fn).float(), numbers)
         lora_act, rounded = torch.randn(M, 24, device="cuda"), torch.empty(M, 32, dtype=BF16, device="cuda")
-        for one_pass in (False, True) if dtype != torch.float32 else (False,):
-            to = _quantize.Decoded.empty(N, K, 96, x.device)
-            beside = _quantize.DecodedBeside(w["weight"], w["wscales"], to, 96)
-            if one_pass:
-                _quantize.quantize_and_project(x, w["smooth"], w["proj_down"], False, _quantize.E4M3, 0.0, BF16, beside)
-            else:
-                codes, _ = _quantize.quantize_rows(
-                    x, w["smooth"], False, _quantize.E4M3, 0.0, beside, (lora_act, rounded)
-                )
-                assert torch.equal(codes, _quantize.quantize_rows(x, w["smooth"], False, _quantize.E4M3)[0])
-                assert torch.equal(rounded[:, :24], lora_act.bfloat16())
-                assert not rounded[:, 24:].any()
-            assert torch.equal(to.codes, want.codes)
-            assert torch.equal(to.scales.view(torch.int16), want.scales.view(torch.int16))
+        to = _quantize.Decoded.empty(N, K, 96, x.device)
+        beside = _quantize.DecodedBeside(w["weight"], w["wscales"], to, 96)
+        codes, _ = _quantize.quantize_rows(x, w["smooth"], False, _quantize.E4M3, 0.0, beside, (lora_act, rounded))
+        assert torch.equal(codes, _quantize.quantize_rows(x, w["smooth"], False, _quantize.E4M3)[0])
+        assert torch.equal(rounded[:, :24], lora_act.bfloat16())
+        assert not rounded[:, 24:].any()
+        assert torch.equal(to.codes, want.codes)
+        assert torch.equal(to.scales.view(torch.int16), want.scales.view(torch.int16))
 
 
 # ---------------------------------------------------------------------------------------------------- the whole linear
@@ -410,7 +440,7 @@ def test_graph_replay_with_changed_inputs_on_another_stream(M):
         assert torch.equal(out, want)
 
 
-@pytest.mark.parametrize("M", [1, 8])
+@pytest.mark.parametrize("M", [1, 8, 100, 1000])
 def test_weights_written_by_the_kernel_just_before(M):
     """The GEMM starts while the quantizer runs, and reads weights then: those of kernels before the quantizer must be there."""
     layers = [layer(3072, 3072, 32, seed=seed) for seed in range(4)]

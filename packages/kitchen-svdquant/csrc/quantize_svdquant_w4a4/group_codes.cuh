@@ -22,11 +22,42 @@ namespace kitchen::svdquant {
 constexpr int kColumns = 16, kLanesPerGroup = kGroup / kColumns;
 constexpr float kScaleFloor = 1e-10f;
 constexpr float kLargest = 0x1p80f, kSmoothLow = 0x1p-20f, kSmoothHigh = 0x1p40f;
+constexpr float kLargestQuotient = kLargest / kSmoothHigh / 2;
 
 // v / factor, where the text above allows it.
 __device__ __forceinline__ float divide_by_reciprocal(float v, float factor, float reciprocal) {
   const float guess = __fmul_rn(v, reciprocal);
   return __fmaf_rn(__fmaf_rn(-guess, factor, v), reciprocal, guess);
+}
+
+// 16 neighbouring columns of x as they lie in memory.
+template <class T>
+struct Loaded {
+  static constexpr int kVectors = kColumns * sizeof(T) / 16;
+  uint4 words[kVectors];
+
+  __device__ __forceinline__ void load(const T* from, bool aligned) {
+    if (aligned) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) words[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+      return;
+    }
+    T* const values = reinterpret_cast<T*>(words);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) values[i] = from[i];
+  }
+
+  __device__ __forceinline__ void unpack(float (&v)[kColumns]) const {
+    const uint32_t* const word = reinterpret_cast<const uint32_t*>(words);
+#pragma unroll
+    for (int i = 0; i < kColumns / Word<T>::kValues; ++i) Word<T>::unpack(word[i], v + i * Word<T>::kValues);
+  }
+};
+
+// 1 / factor as __frcp_rn gives it for factors of kSmoothLow to kSmoothHigh, without its test for others.
+__device__ __forceinline__ float reciprocal_of(float factor) {
+  const float guess = ptx::rcp_approx(factor);
+  return __fmaf_rn(guess, __fmaf_rn(-factor, guess, 1.0f), guess);
 }
 
 struct Smooth {
@@ -50,11 +81,16 @@ struct Smooth {
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
-      reciprocal[i] = __frcp_rn(factor[i]);
+      reciprocal[i] = reciprocal_of(factor[i]);
       reciprocals = reciprocals && fabsf(factor[i]) >= kSmoothLow && fabsf(factor[i]) <= kSmoothHigh;
     }
   }
 
+  // v becomes v / factor, right where `reciprocals` and no quotient is kLargestQuotient or more, or NaN.
+  __device__ __forceinline__ void divide_by_reciprocals(float (&v)[kColumns]) const {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) v[i] = divide_by_reciprocal(v[i], factor[i], reciprocal[i]);
+  }
   // v becomes v / factor.
   __device__ __forceinline__ void divide(float (&v)[kColumns]) const {
     float largest = 0.0f;
@@ -70,15 +106,28 @@ struct Smooth {
   }
 };
 
-// v / scale rounded to integers, as floats with kRounder added: the code is in the lowest bits.
+// v / scale rounded to integers, as floats with kRounder added: the code is in the lowest bits. Reciprocals a little too small and a
+// little too large enclose the IEEE quotient (quant/int8_codes.h); where both round to one integer, as nearly always, it is the code.
 template <bool kUnsigned>
 __device__ __forceinline__ void round_to_codes(float (&v)[kColumns], float scale, bool finite) {
   const float reciprocal = __frcp_rn(scale);
+  const float low = __fmul_rn(reciprocal, 1.0f - 0x1p-22f), high = __fmul_rn(reciprocal, 1.0f + 0x1p-22f);
+  uint32_t differ = finite ? 0 : 1;
+  float codes[kColumns];
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    const float value = finite ? (kUnsigned ? fmaxf(v[i], 0.0f) : v[i]) : 0.0f;
-    v[i] = __uint_as_float(quant::code_with_residual(value, scale, reciprocal));
+    if (kUnsigned) v[i] = fmaxf(v[i], 0.0f);
+    codes[i] = __fmaf_rn(v[i], low, quant::kRounder);
+    differ |= __float_as_uint(codes[i]) ^ __float_as_uint(__fmaf_rn(v[i], high, quant::kRounder));
   }
+  if (differ != 0) {  // rare
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      codes[i] = finite ? __uint_as_float(quant::code_with_residual(v[i], scale, reciprocal)) : quant::kRounder;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) v[i] = codes[i];
 }
 
 __device__ __forceinline__ uint32_t pack_nibbles(uint32_t bytes) {  // of four codes to 16 bits

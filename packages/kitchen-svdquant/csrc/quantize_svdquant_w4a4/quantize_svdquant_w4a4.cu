@@ -14,6 +14,7 @@
 #include "decode_svdquant/decode_codes.cuh"
 #include "kitchen/host/device.h"
 #include "kitchen/host/launch.h"
+#include "kitchen/ptx/dependent_launch.h"
 #include "quantize_svdquant_w4a4/group_codes.cuh"
 
 namespace kitchen::svdquant {
@@ -21,34 +22,8 @@ namespace {
 
 constexpr int kThreads = 64;
 
-template <class T>
-struct Loaded {
-  static constexpr int kVectors = kColumns * sizeof(T) / 16;
-  uint4 words[kVectors];
-
-  __device__ __forceinline__ void load(const T* from, bool aligned) {
-    if (aligned) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) words[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-      return;
-    }
-    T* const values = reinterpret_cast<T*>(words);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) values[i] = from[i];
-  }
-
-  __device__ __forceinline__ void unpack(float (&v)[kColumns]) const {
-    const uint32_t* const word = reinterpret_cast<const uint32_t*>(words);
-#pragma unroll
-    for (int i = 0; i < kColumns / Word<T>::kValues; ++i) Word<T>::unpack(word[i], v + i * Word<T>::kValues);
-  }
-};
-
 template <class T, CodeForm kForm, bool kUnsigned>
-__global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, unsigned blocks, int column_blocks, bool aligned, const DecodeParams weight) {
-  if constexpr (kForm == CodeForm::kE4m3) {
-    if (blockIdx.x >= blocks) return decode_block<kThreads>(weight, DecodeBlocks(weight, kThreads), blockIdx.x - blocks);
-  }
+__device__ __forceinline__ void quantize_rows(const QuantizeParams& p, unsigned blocks, int column_blocks, bool aligned) {
   const int64_t column = (static_cast<int64_t>(blockIdx.x % column_blocks) * kThreads + threadIdx.x) * kColumns;
   const int64_t row_step = blocks / column_blocks;
   int64_t row = blockIdx.x / column_blocks;
@@ -67,8 +42,23 @@ __global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, uns
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], p.shift);
     }
-    smooth.divide(v);
-    const float scale = group_codes<kUnsigned>(v);
+    float absmax = 0.0f;
+    if (smooth.reciprocals) {
+      smooth.divide_by_reciprocals(v);
+      absmax = absmax_of(v);
+    }
+    if (!smooth.reciprocals || !(absmax < kLargestQuotient)) {  // rare
+      Loaded<T> again;  // not kept: that would take registers all along
+      again.load(x + row * p.x_row_stride, aligned);
+      again.unpack(v);
+      if (p.shift != 0.0f) {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], p.shift);
+      }
+      smooth.divide(v);
+      absmax = absmax_of(v);
+    }
+    const float scale = group_codes<kUnsigned>(v, absmax);
     if (!inside) continue;
     store_codes<kForm>(p.codes, row * p.K + column, v);
     if (threadIdx.x % kLanesPerGroup == 0) {
@@ -77,8 +67,19 @@ __global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, uns
   }
 }
 
+template <class T, CodeForm kForm, bool kUnsigned>
+__global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, unsigned blocks, int column_blocks, bool aligned, const DecodeParams weight) {
+  const bool is_weight = kForm == CodeForm::kE4m3 && blockIdx.x >= blocks;
+  if (is_weight) {
+    decode_block<kThreads>(weight, DecodeBlocks(weight, kThreads), blockIdx.x - blocks);
+  } else {
+    quantize_rows<T, kForm, kUnsigned>(p, blocks, column_blocks, aligned);
+  }
+  ptx::wait_then_launch_dependents();
+}
+
 template <class T, CodeForm kForm>
-void launch(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
+void launch(const QuantizeParams& p, const DecodeParams* weight, bool beside, int device, cudaStream_t stream) {
   constexpr int kBlocksPerSm = 12;
   const int column_blocks = static_cast<int>((p.K / kColumns + kThreads - 1) / kThreads);
   const int64_t rows_at_once =
@@ -89,21 +90,21 @@ void launch(const QuantizeParams& p, const DecodeParams* weight, int device, cud
   const int64_t blocks = rows * column_blocks;
   const int64_t all = blocks + (weight == nullptr ? 0 : DecodeBlocks(*weight, kThreads).all());
   host::require(all < (int64_t{1} << 31), "quantize_svdquant_w4a4: more than 2^31 - 1 blocks");
-  host::launch("quantize_svdquant_w4a4", kernel, {all, kThreads, 1, 0, stream}, p, static_cast<unsigned>(blocks), column_blocks,
+  host::launch("quantize_svdquant_w4a4", kernel, {all, kThreads, 1, 0, stream, beside}, p, static_cast<unsigned>(blocks), column_blocks,
                aligned, weight == nullptr ? DecodeParams{} : *weight);
 }
 
 template <class T>
-void launch_form(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
+void launch_form(const QuantizeParams& p, const DecodeParams* weight, bool beside, int device, cudaStream_t stream) {
   switch (p.form) {
-    case CodeForm::kPacked: return launch<T, CodeForm::kPacked>(p, weight, device, stream);
-    case CodeForm::kE4m3: return launch<T, CodeForm::kE4m3>(p, weight, device, stream);
+    case CodeForm::kPacked: return launch<T, CodeForm::kPacked>(p, weight, beside, device, stream);
+    case CodeForm::kE4m3: return launch<T, CodeForm::kE4m3>(p, weight, beside, device, stream);
   }
 }
 
 }  // namespace
 
-void quantize_svdquant_w4a4(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream) {
+void quantize_svdquant_w4a4(const QuantizeParams& p, const DecodeParams* weight, int device, cudaStream_t stream, bool beside) {
   host::require(p.M >= 0 && p.K >= kGroup && p.K % kGroup == 0 && p.K <= (int64_t{1} << 30),
                 "quantize_svdquant_w4a4: K must be a multiple of 64 and at most 2^30");
   if (weight != nullptr) {
@@ -113,9 +114,9 @@ void quantize_svdquant_w4a4(const QuantizeParams& p, const DecodeParams* weight,
   if (p.M == 0) return;
   const host::DeviceGuard guard(device);
   switch (p.type) {
-    case DType::kFloat32: return launch_form<float>(p, weight, device, stream);
-    case DType::kFloat16: return launch_form<__half>(p, weight, device, stream);
-    case DType::kBFloat16: return launch_form<__nv_bfloat16>(p, weight, device, stream);
+    case DType::kFloat32: return launch_form<float>(p, weight, beside, device, stream);
+    case DType::kFloat16: return launch_form<__half>(p, weight, beside, device, stream);
+    case DType::kBFloat16: return launch_form<__nv_bfloat16>(p, weight, beside, device, stream);
   }
 }
 

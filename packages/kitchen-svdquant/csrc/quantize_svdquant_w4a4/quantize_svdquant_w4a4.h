@@ -27,19 +27,22 @@ struct QuantizeParams {
 
 // With x * proj_down beside it, for few rows on GPUs with clusters (sm_90 and later). Codes are packed.
 struct FewRowsParams {
-  QuantizeParams quantize;
-  const void* proj_down;  // [K, R] of down_type
-  float* low;             // [M, R]
-  int R;
+  QuantizeParams quantize;  // x of 16 bits, rows aligned to 16 bytes
+  const void* proj_down;    // [K, R] of down_type, which is x's, aligned to 4 bytes; may be nullptr where R is 0
+  float* low;               // [M, R]
+  int R;                    // a multiple of 4
   DType down_type;
 };
 
-constexpr int kMostFewRows = 16;
+constexpr int kMostFewRows = 64, kMostFewRowsK = 1 << 20;
 
-bool quantize_few_rows_supports(int64_t M, int64_t K);
+// nullptr, or why these operands cannot run.
+const char* quantize_few_rows_unsupported(const FewRowsParams& params);
 void quantize_few_rows(const FewRowsParams& params, int device, cudaStream_t stream);
 
-// `weight`: decoded by blocks of the same launch; may be nullptr.
-void quantize_svdquant_w4a4(const QuantizeParams& params, const DecodeParams* weight, int device, cudaStream_t stream);
+// `weight`: decoded by blocks of the same launch; may be nullptr. `beside`: it runs beside the kernel in front, which it does not
+// depend on (it ends after that one), and which lets it start (ptx/griddep.h).
+void quantize_svdquant_w4a4(const QuantizeParams& params, const DecodeParams* weight, int device, cudaStream_t stream,
+                            bool beside = false);
 
 }  // namespace kitchen::svdquant

@@ -18,7 +18,6 @@ from ._extension import EXTENSION
 # The weight's codes are decoded to a byte each, so many bytes at a time: they stay in L2 until they are multiplied.
 CHUNK_BYTES = 40 << 20
 CHUNK_COLUMNS = 384  # whole tiles of every plan
-DECODE_US = 0.33e-6  # a weight, that decoding beside the quantizer saves; 4 us of launches besides
 
 
 class Branch(NamedTuple):
@@ -66,11 +65,19 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+class Plan(NamedTuple):
+    """A variant of the GEMM and its grid."""
+
+    arguments: tuple[int, ...]  # HopperPlan of csrc/bindings.cpp
+    tile_n: int  # columns of a tile, which share a block of the weight's scales
+    text: str
+
+
 @lru_cache(maxsize=8192)
-def plan_of(M: int, N: int, K: int, device: int, variant: int | None = None) -> tuple[tuple[int, int, int], int, str]:
-    """(variant, grid, raster_group), the tile's columns, and the plan in words."""
+def plan_of(M: int, N: int, K: int, device: int, variant: int | None = None) -> Plan:
+    """The plan that is chosen, or of the given variant."""
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-    return EXTENSION.module.svdquant_gemm_sm90_plan(M, N, K, sm_count, variant)
+    return Plan(*EXTENSION.module.svdquant_gemm_sm90_plan(M, N, K, sm_count, variant))
 
 
 def chunk_columns(n: int, k: int, out_bytes: int = 2) -> int:
@@ -109,11 +116,11 @@ def multiply(
     step = chunk_columns(n, k, out.element_size())
     for first in range(0, n, step):
         columns = min(step, n - first)
-        plan, tile_n, _ = plan_of(m, columns, k, device, variant)
+        plan = plan_of(m, columns, k, device, variant)
         lora_act = branch.lora_act if first == 0 else None
         if first or decoded is None or decoded.codes.shape[0] != columns:
             decoded = _quantize.decode(
-                weight[first : first + columns], wscales[:, first : first + columns], tile_n, is_a=False,
+                weight[first : first + columns], wscales[:, first : first + columns], plan.tile_n, is_a=False,
                 lora_act=lora_act, low=None if lora_act is None else branch.low,
             )  # fmt: skip
         EXTENSION.module.svdquant_gemm_sm90(
@@ -122,7 +129,7 @@ def multiply(
             pointer(branch.up, first * (0 if branch.up is None else branch.up.shape[1])), pointer(bias, first),
             0 if bias is None else DTYPE_CODES[bias.dtype], pointer(residual, first),
             pointer(residual_scale, first * scale_stride), scale_stride, pointer(out, first), DTYPE_CODES[out_dtype], n,
-            plan, True, device, stream,
+            plan.arguments, True, device, stream,
         )  # fmt: skip
     return out
 
@@ -132,7 +139,7 @@ def scaled_mm(
     residual=None, residual_scale=None, variant=None,
 ):  # fmt: skip
     """scaled_mm_svdquant_w4a4: the packed codes of x are decoded first."""
-    codes = _quantize.aligned_codes(codes)
+    codes, weight, wscales = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight), wscales.contiguous()
     if codes.shape[0] == 0:
         return torch.empty((0, weight.shape[0]), dtype=out_dtype, device=codes.device)
     decoded = _quantize.decode(codes, ascales.contiguous(), _quantize.A_BLOCK, is_a=True, act_unsigned=act_unsigned)
@@ -167,15 +174,15 @@ def _operands(rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, o
     (m, k), n = rows.shape, weight.shape[0]
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
     columns = min(n, chunk_columns(n, k, out_dtype.itemsize))
-    tile_n = plan_of(m, columns, k, weight.device.index, variant)[1]
+    tile_n = plan_of(m, columns, k, weight.device.index, variant).tile_n
     decoded = _quantize.Decoded.empty(columns, k, tile_n, weight.device)
     beside = _quantize.DecodedBeside(weight[:columns], wscales, decoded, tile_n)
-    if _quantize.takes_one_pass(rows, proj_down, 4 + DECODE_US * n * k):
+    if _quantize.project_supported(rows, proj_down):  # the product runs beside the quantizer
         rounded = rounds_branch(proj_up, out_dtype)
-        codes, scales, low = _quantize.quantize_and_project(
-            rows, smooth, proj_down, act_unsigned, _quantize.E4M3, shift, torch.bfloat16 if rounded else torch.float32,
-            beside,
-        )  # fmt: skip
+        low = _quantize.project(rows, proj_down, torch.bfloat16 if rounded else torch.float32)
+        codes, scales = _quantize.quantize_rows(
+            rows, smooth, act_unsigned, _quantize.E4M3, shift, beside, after_product=True
+        )
         branch = Branch(low, _aligned(proj_up.contiguous())) if rounded else branch_of(low, proj_up, out_dtype)
         return _quantize.Decoded(codes, scales), branch, decoded
     branch = Branch(None, None)

@@ -58,19 +58,21 @@ class DecodedBeside(NamedTuple):
 
 def quantize_rows(
     rows: torch.Tensor, smooth: torch.Tensor, act_unsigned: bool, form: int = PACKED, shift: float = 0.0,
-    weight: DecodedBeside | None = None, low: tuple[torch.Tensor, torch.Tensor] | None = None,
+    weight: DecodedBeside | None = None, low: tuple[torch.Tensor, torch.Tensor] | None = None, after_product: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """rows [M, K] -> codes of ``(rows + shift) / smooth`` and their scales.
 
     PACKED: int8 [M, K/2] and float32 [K/64, M]. E4M3: the codes as e4m3 numbers,
     uint8 [M, K], scales as parts in blocks of 64 rows.
     ``weight`` is decoded beside E4M3 codes, and then lora_act is rounded to bfloat16: ``low`` is both, [M, R] and [M, >= R].
+    ``after_product``: the launch before was that of ``project``, which this one runs beside.
     """
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    given = (rows, smooth)
+    rows, smooth = rows if rows.stride(-1) == 1 else rows.contiguous(), smooth.reshape(-1).contiguous()
+    if (rows.data_ptr(), smooth.data_ptr()) != (given[0].data_ptr(), given[1].data_ptr()):
+        after_product = False  # the launch before is that of a copy, which this one reads
     (m, k), device = rows.shape, rows.device
     codes, scales = _empty_codes(m, k, form, device)
-    smooth = smooth.reshape(-1).contiguous()
     rounded = NO_LOW
     if low is not None:
         lora_act, to = low
@@ -78,7 +80,7 @@ def quantize_rows(
     EXTENSION.module.quantize_svdquant_w4a4(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
         codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form,
-        NO_WEIGHT if weight is None else weight.arguments(), rounded, device.index, stream_of(rows),
+        NO_WEIGHT if weight is None else weight.arguments(), rounded, after_product, device.index, stream_of(rows),
     )  # fmt: skip
     return codes, scales
 
@@ -117,8 +119,8 @@ def decode(
     return Decoded(out, blocks)
 
 
-def one_pass_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
-    """Whether one launch can quantize rows [M, K] and multiply them by proj_down: by tensor cores, on Hopper."""
+def project_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
+    """Whether ``project`` multiplies rows [M, K] by proj_down: by tensor cores, on Hopper."""
     rank = proj_down.shape[1]
     return (
         rank > 0
@@ -130,64 +132,46 @@ def one_pass_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
     )
 
 
-def takes_one_pass(rows: torch.Tensor, proj_down: torch.Tensor, saved_us: float = 0.0) -> bool:
-    """Whether one launch does it sooner than a quantizer and the BLAS one by one. ``saved_us``: what else it saves."""
-    return one_pass_supported(rows, proj_down) and _one_pass_pays(*rows.shape, proj_down.shape[1], saved_us)
-
-
-@lru_cache(maxsize=8192)
-def _one_pass_pays(m: int, k: int, rank: int, saved_us: float) -> bool:
-    """From microseconds fitted to an H200 (docs/kernels/svdquant.md): few blocks are limited by the groups of K that a warp
-    has one after the other (quantize_project.cu: 8 blocks along K, of 8, 4 or 2 warps), many by instructions.
-    """
-    warps = 8 if m <= 16 else 4 if m <= 32 else 2
-    groups = -(-(k // GROUP) // (8 * warps))
-    parts = -(-rank // 32)
-    one = 3 + max(2.7 * groups, 3.3e-6 * m * k * (0.5 + 0.5 * parts))
-    return one < 9.5 + 1.55e-6 * m * k + saved_us
-
-
 @lru_cache(maxsize=64)
 def is_hopper(device: int) -> bool:
     """Whether the kernels of Hopper run there."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(EXTENSION.module, "quantize_project")
+    return torch.cuda.get_device_capability(device) == (9, 0) and hasattr(EXTENSION.module, "project_rows")
 
 
-def quantize_and_project(
-    rows: torch.Tensor, smooth: torch.Tensor, proj_down: torch.Tensor, act_unsigned: bool, form: int = PACKED,
-    shift: float = 0.0, low_dtype: torch.dtype = torch.float32,
-    weight: DecodedBeside | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """``quantize_rows`` and rows @ proj_down [M, R] of ``low_dtype`` (float32 or bfloat16) in one pass over rows.
-
-    ``weight`` is decoded beside.
-    """
+def project(rows: torch.Tensor, proj_down: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
+    """rows @ proj_down [M, R] of ``low_dtype``, where ``project_supported``. ``quantize_rows`` behind it may run beside it."""
     if rows.stride(-1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
         rows = _copied(rows)
     proj_down = proj_down.contiguous()
     proj_down = proj_down if proj_down.data_ptr() % 16 == 0 else proj_down.clone()
     (m, k), rank, device = rows.shape, proj_down.shape[1], rows.device
-    codes, scales = _empty_codes(m, k, form, device)
     low = torch.empty((m, rank), dtype=low_dtype, device=device)
-    smooth = smooth.reshape(-1).contiguous()
-    EXTENSION.module.quantize_project(
-        rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
-        codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form, proj_down.data_ptr(), rank,
-        low.data_ptr(), low_dtype == torch.bfloat16, NO_WEIGHT if weight is None else weight.arguments(), device.index,
-        stream_of(rows),
+    EXTENSION.module.project_rows(
+        rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], m, k, proj_down.data_ptr(), rank, low.data_ptr(),
+        low_dtype == torch.bfloat16, device.index, stream_of(rows),
     )  # fmt: skip
-    return codes, scales, low
+    return low
 
 
 def _copied(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def few_rows_supported(rows: torch.Tensor, rank: int) -> bool:
-    """Whether one launch quantizes these rows and multiplies them by proj_down: few rows, on a GPU with clusters."""
-    if rows.shape[0] == 0 or rows.shape[0] > 16 or rank == 0:
-        return False
-    return _has_clusters(rows.device.index) and EXTENSION.module.quantize_few_rows_supports(*rows.shape)
+FEW_ROWS, FEW_ROWS_K, FEW_ROWS_RANK = 64, 2**20, 1024  # the most that quantize_few_rows takes
+
+
+def few_rows_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
+    """Whether one launch quantizes these rows [M, K] and multiplies them by proj_down: few rows, on a GPU with clusters."""
+    (m, k), rank = rows.shape, proj_down.shape[1]
+    return (
+        0 < m <= FEW_ROWS
+        and k <= FEW_ROWS_K
+        and rank % 4 == 0
+        and rank <= FEW_ROWS_RANK
+        and rows.dtype != torch.float32
+        and rows.dtype == proj_down.dtype
+        and _has_clusters(rows.device.index)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -199,13 +183,14 @@ def quantize_few_rows(
     rows: torch.Tensor, smooth: torch.Tensor, proj_down: torch.Tensor, act_unsigned: bool, shift: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packed codes of ``(rows + shift) / smooth``, their scales float32 [K/64, M], and rows @ proj_down float32 [M, R]."""
-    if rows.stride(-1) != 1:
-        rows = rows.contiguous()
+    if rows.stride(-1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        rows = _copied(rows)
     (m, k), rank, device = rows.shape, proj_down.shape[1], rows.device
     codes = torch.empty((m, k // 2), dtype=torch.int8, device=device)
     scales = torch.empty((k // GROUP, m), dtype=torch.float32, device=device)
     lora_act = torch.empty((m, rank), dtype=torch.float32, device=device)
     smooth, proj_down = smooth.reshape(-1).contiguous(), proj_down.contiguous()
+    proj_down = proj_down if proj_down.data_ptr() % 4 == 0 else proj_down.clone()
     EXTENSION.module.quantize_few_rows(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
         codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, proj_down.data_ptr(),
@@ -227,10 +212,11 @@ def quantize_w4a4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """quantize_svdquant_w4a4."""
     rows = x.reshape(-1, x.shape[-1])
-    if lora_x is None and takes_one_pass(rows, proj_down):
-        return quantize_and_project(rows, smooth, proj_down, act_unsigned)
-    if lora_x is None and few_rows_supported(rows, proj_down.shape[1]):
+    if lora_x is None and few_rows_supported(rows, proj_down):
         return quantize_few_rows(rows, smooth, proj_down, act_unsigned)
-    codes, scales = quantize_rows(rows, smooth, act_unsigned)
     raw = rows if lora_x is None else lora_x.reshape(rows.shape)
+    if project_supported(raw, proj_down):
+        low = project(raw, proj_down, torch.float32)
+        return *quantize_rows(rows, smooth, act_unsigned, after_product=True), low
+    codes, scales = quantize_rows(rows, smooth, act_unsigned)
     return codes, scales, low_rank_product(raw, proj_down)

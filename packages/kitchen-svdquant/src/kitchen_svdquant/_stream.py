@@ -19,9 +19,6 @@ BYTES, INT4, TURING, HOPPER = (
 )
 
 
-EARLY_START_US = 3.0  # a GEMM behind one launch reads its weights meanwhile
-
-
 def scaled_mm(
     by: str, codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False,
     out_dtype=torch.bfloat16, residual=None, residual_scale=None, programmatic_launch=False,
@@ -41,13 +38,13 @@ def scaled_mm(
     out = torch.empty((m, n), dtype=out_dtype, device=codes.device)
     if out.numel() == 0:
         return out
-    given = weight, wscales
+    given = weight, wscales, proj_up, bias
     codes, weight = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight)
     ascales, lora_act = ascales.contiguous(), lora_act.contiguous()
     wscales, proj_up = _aligned(wscales.contiguous()), _aligned(proj_up.contiguous())
-    if weight is not given[0] or wscales is not given[1]:
-        programmatic_launch = False  # copies made just now: the kernel reads both before it waits for what is in front
     bias = None if bias is None else bias.contiguous()
+    if any(tensor is not before for tensor, before in zip((weight, wscales, proj_up, bias), given, strict=True)):
+        programmatic_launch = False  # copies made just now: the kernel reads them before it waits for what is in front
     residual = None if residual is None else residual.contiguous()
     scale_stride = 0
     if residual_scale is not None:
@@ -83,13 +80,10 @@ def linear(
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
     rows = raw.reshape(-1, k)
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
-    rank, together = proj_down.shape[1], True
-    if _quantize.takes_one_pass(rows, proj_down, EARLY_START_US):
-        quantized = _quantize.quantize_and_project(rows, smooth, proj_down, act_unsigned, shift=shift)
-    elif _quantize.few_rows_supported(rows, rank):
+    together = _quantize.few_rows_supported(rows, proj_down)
+    if together:
         quantized = _quantize.quantize_few_rows(rows, smooth, proj_down, act_unsigned, shift)
     else:
-        together = False
         quantized = (
             *_quantize.quantize_rows(rows, smooth, act_unsigned, shift=shift),
             _quantize.low_rank_product(rows, proj_down),

@@ -4,10 +4,10 @@
 // One thread fills a ring of stages: first the low-rank operands, 64 ranks (bfloat16) a stage, then the codes, 128 columns
 // (two groups) a stage, with their scales. Each of two consumer warpgroups has 64 rows x kTileN columns.
 //
-// What limits such a kernel is the promotion. FP32 instructions and wgmma compete for the register file, so their times add
-// up more than they overlap, and the column scales of a group, 32 a thread, cost as much shared-memory time as the
-// operands. So the scales of a group are multiplied by the tensor cores as well (scale_layout.h): half the time of the
-// group's codes, and what is left is one FMA an element. The two warpgroups are fastest in step: docs/kernels/svdquant.md.
+// What limits such a kernel is the promotion. The column scales of a group, 32 a thread, would cost as much shared-memory time as the
+// operands, so the scales of a group are multiplied by the tensor cores as well (scale_layout.h): half the time of the group's codes,
+// and what is left is one FMA an element. Half of a warpgroup's columns is promoted while the other half multiplies. Two halves would
+// read A from shared memory twice, more than it gives, so A's rows of a group come to registers once.
 // Thread layout: gemm_sm90.cuh.
 #pragma once
 
@@ -19,6 +19,7 @@
 #include "kitchen/ptx/bulk_copy.h"
 #include "kitchen/ptx/fence.h"
 #include "kitchen/ptx/griddep.h"
+#include "kitchen/ptx/ldmatrix.h"
 #include "kitchen/ptx/mbarrier.h"
 #include "kitchen/ptx/tma.h"
 #include "kitchen/ptx/wgmma.h"
@@ -35,12 +36,12 @@ constexpr int kSharedLimit = 227 * 1024, kReservedBytes = 512;
 
 template <int kTileN_, int kClusterM_, int kClusterN_, int kRound_>
 struct Config {
-  static constexpr int kRound = kRound_;  // stages in which a group is promoted while the next one multiplies; 0: none
+  static constexpr int kRound = kRound_;  // stages of the main loop's body
   static constexpr int kConsumers = 2;  // warpgroups that multiply
   static constexpr int kTileM = 64 * kConsumers, kTileN = kTileN_, kTileOutN = kTileN;
   static constexpr int kClusterM = kClusterM_, kClusterN = kClusterN_, kClusterSize = kClusterM * kClusterN;
   static constexpr int kThreads = 128 * (1 + kConsumers);
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kBytesA = kTileM * kStageBytesK, kBytesB = kTileN * kStageBytesK;
   static constexpr int kScaleBytesA = kTileM * kStageGroups * kScaleRowBytes,
                        kScaleBytesB = kTileN * kStageGroups * kScaleRowBytes;
@@ -52,9 +53,9 @@ struct Config {
 
 template <class Config, class Epilogue>
 struct SharedStorage {
-  static constexpr int kZeroBytes = Config::kTileN * kScaleRowBytes;
+  static constexpr int kZeroRows = Config::kTileN / 2 > 64 ? Config::kTileN / 2 : 64;  // as many as an operand has
   static constexpr int kOther = 4 * Config::kConsumers * Epilogue::kStagingBytes +
-                                static_cast<int>(sizeof(typename Epilogue::Columns)) + kZeroBytes + kReservedBytes;
+                                static_cast<int>(sizeof(typename Epilogue::Columns)) + kZeroRows * kScaleRowBytes + kReservedBytes;
   static constexpr int kStages = (kSharedLimit - kOther) / Config::kStageBytes;
   static_assert(kStages >= 3, "fewer than three stages cannot hide the copies");
   alignas(1024) uint8_t a[kStages][Config::kBytesA];
@@ -63,7 +64,7 @@ struct SharedStorage {
   alignas(128) uint4 a_scale[kStages][Config::kConsumers][kStageGroups][64];
   alignas(128) uint4 b_scale[kStages][kStageGroups][Config::kTileN];
   alignas(128)
-      uint4 zeros[Config::kTileN];  // ranks 8 to 15 of the scales' product; after the scales, which an offset leads to it
+      uint4 zeros[kZeroRows];  // ranks 8 to 15 of the scales' product; after the scales, which an offset leads to it
   alignas(16) typename Epilogue::Columns columns;
   uint64_t full[kStages];   // the copies of a stage have landed
   uint64_t empty[kStages];  // every reader of the stage, in both blocks of a pair, is done
@@ -75,7 +76,7 @@ struct KernelParams {
   CUtensorMap a, b, low, up;
   gemm_sm90::Problem problem;
   const uint4 *a_scale, *b_scale;
-  int rank_stages;         // of 64 ranks
+  int rank_stages, rank_steps;  // of 64 and of 16 ranks
   int groups;              // even
   float minus_zero;        // see low_rank
   int a_blocks, b_blocks;  // of scales
@@ -102,6 +103,25 @@ __device__ __forceinline__ void load_operands(Shared& shared, int stage, const C
   }
 }
 
+// Blocks of scales beyond the last repeat it: such rows and columns are not stored.
+template <class Config, class Params>
+__device__ __forceinline__ const uint4* scales_of_b(const Params& params, int block, int stage) {
+  return params.b_scale +
+         (static_cast<int64_t>(min(block, params.b_blocks - 1)) * params.groups + kStageGroups * stage) * Config::kTileN;
+}
+
+template <class Config, class Shared, class Params>
+__device__ __forceinline__ void load_scales(Shared& shared, int stage, const Params& params, int k, int row, const uint4* b_scale) {
+#pragma unroll
+  for (int c = 0; c < Config::kConsumers; ++c) {
+    const int block = min(row / kBlockRows + c, params.a_blocks - 1);
+    ptx::bulk_load(shared.a_scale[stage][c],
+                   params.a_scale + (static_cast<int64_t>(block) * params.groups + kStageGroups * k) * kBlockRows,
+                   Config::kScaleBytesA / Config::kConsumers, &shared.full[stage]);
+  }
+  ptx::bulk_load(shared.b_scale[stage], b_scale, Config::kScaleBytesB, &shared.full[stage]);
+}
+
 // One thread: copies the stages of every tile, as consumers free them.
 template <class Config, class Shared, class Params>
 __device__ __forceinline__ void produce(Shared& shared, const Params& params) {
@@ -116,21 +136,12 @@ __device__ __forceinline__ void produce(Shared& shared, const Params& params) {
       ptx::mbarrier_arrive_expect(&shared.full[at.stage], kBytes);
       load_operands<Config>(shared, at.stage, params.low, params.up, 64 * s, row, column, walk);
     }
-    // Blocks of scales beyond the last repeat it: such rows and columns are not stored.
-    const uint4* b_scale =
-        params.b_scale + static_cast<int64_t>(min(tile.y, params.b_blocks - 1)) * params.groups * Config::kTileN;
+    const uint4* b_scale = scales_of_b<Config>(params, tile.y, 0);
     for (int k = 0; k < params.problem.k_stages; ++k, at.advance()) {
       ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
       ptx::mbarrier_arrive_expect(&shared.full[at.stage], Config::kStageBytes);
       load_operands<Config>(shared, at.stage, params.a, params.b, k * kStageBytesK, row, column, walk);
-#pragma unroll
-      for (int c = 0; c < Config::kConsumers; ++c) {
-        const int block = min(row / kBlockRows + c, params.a_blocks - 1);
-        ptx::bulk_load(shared.a_scale[at.stage][c],
-                       params.a_scale + (static_cast<int64_t>(block) * params.groups + kStageGroups * k) * kBlockRows,
-                       Config::kScaleBytesA / Config::kConsumers, &shared.full[at.stage]);
-      }
-      ptx::bulk_load(shared.b_scale[at.stage], b_scale, Config::kScaleBytesB, &shared.full[at.stage]);
+      load_scales<Config>(shared, at.stage, params, k, row, b_scale);
       b_scale += kStageGroups * Config::kTileN;
     }
   }
@@ -153,6 +164,7 @@ __device__ __forceinline__ void produce_columns(Shared& shared, const typename E
 template <class Config, class Shared>
 __device__ __forceinline__ void release(Shared& shared, int stage) {
   const int lane = threadIdx.x % 32;
+  __syncwarp();  // every lane has read its part of A
   if constexpr (Config::kClusterSize == 1) {
     if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
   } else {
@@ -160,127 +172,161 @@ __device__ __forceinline__ void release(Shared& shared, int stage) {
   }
 }
 
+// Sums of half of a warpgroup's columns, which multiply or are promoted together, and of its tile. Of the tile neighbours (of two
+// columns) are swapped: an FMA whose three operands are all in even registers, or all in odd ones, takes a third cycle to read them.
 template <class Config>
-using Sums = float[Config::kTileN / 2];
+using HalfSums = float[Config::kTileN / 4];
+template <class Config>
+using Sums = HalfSums<Config>[2];
+
+// Rows of A of one group, in registers: both halves of the columns read them, and shared memory is read enough for B.
+struct Rows {
+  uint32_t codes[2][4], scales[4];
+};
 
 // One consumer warpgroup's view of a stage.
 template <class Config, class Shared>
 struct Consumer {
+  static constexpr int kHalf = Config::kTileN / 2;           // columns
+  static constexpr int kRankSteps = kStageBytesK / 2 / 16;  // of a stage
   Shared& shared;
   int index;
+  uint32_t codes_at;             // this lane's address for ldmatrix in the first stage, without the swizzled column
+  uint32_t swizzle;              // of its row
+  uint64_t b_first, scale_first;  // descriptors of B's operands in the first stage
+
+  __device__ __forceinline__ Consumer(Shared& s, int warpgroup) : shared(s), index(warpgroup) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    codes_at = ptx::smem_address(&shared.a[0][(index * 64 + row) * kStageBytesK]);
+    swizzle = row % 8;
+    b_first = ptx::descriptor_swizzle128(ptx::smem_address(shared.b[0]));
+    // Rows of 16 bytes, eight of them a core matrix, the next one right behind it; the second half of k is zeros.
+    const uint32_t address = ptx::smem_address(shared.b_scale), zeros = ptx::smem_address(shared.zeros);
+    constexpr uint64_t kGroupStride = uint64_t{8 * kScaleRowBytes / 16} << 32;
+    scale_first = kGroupStride | uint64_t{(zeros - address) >> 4} << 16 | ((address & 0x3FFFFu) >> 4);
+  }
 
   __device__ __forceinline__ uint64_t a(int stage) const {
     return ptx::descriptor_swizzle128(ptx::smem_address(&shared.a[stage][index * 64 * kStageBytesK]));
   }
-  __device__ __forceinline__ uint64_t b(int stage) const {
-    return ptx::descriptor_swizzle128(ptx::smem_address(shared.b[stage]));
+  __device__ __forceinline__ uint64_t b(int stage, int half) const {
+    return b_first + static_cast<uint32_t>(stage * (Config::kBytesB / 16) + half * (kHalf * kStageBytesK / 16));
+  }
+  // The distance to the zeros shrinks as the address grows.
+  __device__ __forceinline__ uint64_t b_scale(int stage, int group, int half) const {
+    const uint32_t rows = (stage * kStageGroups + group) * Config::kTileN + half * kHalf;
+    return scale_first - static_cast<uint64_t>(rows * 0xFFFFu);
   }
 
-  // Rows of 16 bytes, eight of them a core matrix, the next one right behind it; the second half of k is zeros.
-  __device__ __forceinline__ uint64_t scales(const uint4* rows) const {
-    const uint32_t address = ptx::smem_address(rows), zeros = ptx::smem_address(shared.zeros);
-    constexpr uint64_t kGroupStride = uint64_t{8 * kScaleRowBytes / 16} << 32;
-    return kGroupStride | uint64_t{(zeros - address) >> 4} << 16 | ((address & 0x3FFFFu) >> 4);
-  }
-
-  // The products of one group, from zero: of its scales, and of its codes.
-  __device__ __forceinline__ void multiply_scales(Sums<Config>& scale, int stage, int group) const {
-    ptx::wgmma_results(scale);  // they were read before
-    ptx::wgmma_fence();
-    ptx::WgmmaBf16<Config::kTileN>::mma(scale, scales(shared.a_scale[stage][index][group]),
-                                        scales(shared.b_scale[stage][group]), 0);
-    ptx::wgmma_commit();
-  }
-  __device__ __forceinline__ void multiply_codes(Sums<Config>& dot, int stage, int group) const {
-    const uint64_t first = group * (kGroup / 16);
-    const uint64_t a_rows = a(stage) + first, b_rows = b(stage) + first;
-    ptx::wgmma_results(dot);
-    ptx::wgmma_fence();
-    ptx::WgmmaE4m3<Config::kTileN>::mma(dot, a_rows, b_rows, 0);
-    ptx::WgmmaE4m3<Config::kTileN>::mma(dot, a_rows + 2, b_rows + 2, 1);
-    ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ void promote(Sums<Config>& total, Sums<Config>& dot, Sums<Config>& scale) const {
-    ptx::wgmma_results(scale);
-    ptx::wgmma_results(dot);
+  __device__ __forceinline__ void load(Rows& rows, int stage, int group) const {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < Config::kTileN / 2; ++i) total[i ^ 1] = __fmaf_rn(dot[i], scale[i], total[i ^ 1]);
+    for (int step = 0; step < 2; ++step) {
+      const uint32_t chunk = (group * 4 + step * 2 + lane / 16) ^ swizzle;
+      ptx::ldmatrix_x4(rows.codes[step], codes_at + stage * Config::kBytesA + chunk * 16);
+    }
+    const uint32_t* const scales =
+        reinterpret_cast<const uint32_t*>(&shared.a_scale[stage][index][group][threadIdx.x / 32 % 4 * 16]) + lane;
+    rows.scales[0] = scales[0], rows.scales[1] = scales[8 * kScaleRowBytes / 4];
+    rows.scales[2] = rows.scales[3] = 0;
   }
 
-  // total = low * up^T. Not summed in place: accumulators of wgmma are neighbouring registers, and the FMAs of the
-  // promotion would read all their three operands from one register bank.
+  // Half of the columns: the products of one group, from zero, of its codes and of its scales.
+  __device__ __forceinline__ void multiply(HalfSums<Config>& dot, HalfSums<Config>& scale, const Rows& rows, int stage, int group,
+                                           int half) const {
+    const uint64_t columns = b(stage, half) + group * (kGroup / 16);
+    ptx::wgmma_results(dot), ptx::wgmma_results(scale);  // they were read before
+    ptx::wgmma_fence();
+    ptx::WgmmaE4m3<kHalf>::mma(dot, rows.codes[0], columns, 0);
+    ptx::WgmmaE4m3<kHalf>::mma(dot, rows.codes[1], columns + 2, 1);
+    ptx::WgmmaBf16<kHalf>::mma(scale, rows.scales, b_scale(stage, group, half), 0);
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void promote(Sums<Config>& total, HalfSums<Config>& dot, HalfSums<Config>& scale, int half) const {
+    ptx::wgmma_results(dot), ptx::wgmma_results(scale);
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; ++i) total[half][i ^ 1] = __fmaf_rn(dot[i], scale[i], total[half][i ^ 1]);
+  }
+
+  // 16 ranks a step; those beyond the last are zeros.
+  template <int kSteps>
+  __device__ __forceinline__ void multiply_ranks(HalfSums<Config> (&sums)[2], int stage) const {
+    ptx::wgmma_results(sums[0]), ptx::wgmma_results(sums[1]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::WgmmaBf16<kHalf>::mma(sums[half], a(stage) + 2 * step, b(stage, half) + 2 * step, 1);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_results(sums[0]), ptx::wgmma_results(sums[1]);
+  }
+
+  // total = low * up^T, neighbours swapped. Not summed in place: accumulators of wgmma are neighbouring registers, and with three sets of
+  // them ptxas runs out (C7512).
   template <class Params>
   __device__ __forceinline__ void low_rank(Sums<Config>& total, RingPosition<Shared::kStages>& at,
-                                           const Params& params) const {
-    Sums<Config> sums;
+                                           const Params& params, int rank_stages) const {
+    HalfSums<Config> sums[2];
 #pragma unroll
-    for (int i = 0; i < Config::kTileN / 2; ++i) sums[i] = 0.0f;
-    for (int s = 0; s < params.rank_stages; ++s, at.advance()) {
+    for (int i = 0; i < kHalf / 2; ++i) sums[0][i] = sums[1][i] = 0.0f;
+    for (int s = 0; s < rank_stages; ++s, at.advance()) {
       ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-      ptx::wgmma_results(sums);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kStageBytesK / 32; ++step) {  // ranks beyond the last are zeros
-        ptx::WgmmaBf16<Config::kTileN>::mma(sums, a(at.stage) + 2 * step, b(at.stage) + 2 * step, 1);
+      if (params.rank_steps - s * kRankSteps > kRankSteps / 2) {
+        multiply_ranks<kRankSteps>(sums, at.stage);
+      } else {
+        multiply_ranks<kRankSteps / 2>(sums, at.stage);
       }
-      ptx::wgmma_commit();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_results(sums);
       release<Config>(shared, at.stage);
     }
 #pragma unroll
-    for (int i = 0; i < Config::kTileN / 2; ++i) total[i ^ 1] = __fadd_rn(sums[i], params.minus_zero);
+    for (int i = 0; i < kHalf; ++i) {
+      total[i / (kHalf / 2)][i % (kHalf / 2) ^ 1] = __fadd_rn(sums[i / (kHalf / 2)][i % (kHalf / 2)], params.minus_zero);
+    }
   }
 
-  // One group after the other.
-  __device__ __forceinline__ void groups_in_turn(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
-    Sums<Config> scale, dot;
-    for (int k = 0; k < k_stages; ++k, at.advance()) {
-      ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+  // The groups of kRound stages: while half of the columns of a group is promoted, the other half multiplies. Nothing is under way
+  // when this ends: with products under way from one round of a loop to the next, ptxas serialises all (C7514).
+  template <int kRound>
+  __device__ __forceinline__ void round(Sums<Config>& total, RingPosition<Shared::kStages>& at) const {
+    HalfSums<Config> dot[2], scale[2];
+    Rows rows[2];
+    ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+    load(rows[0], at.stage, 0);
+    multiply(dot[0], scale[0], rows[0], at.stage, 0, 0);
 #pragma unroll
-      for (int group = 0; group < kStageGroups; ++group) {
-        multiply_scales(scale, at.stage, group);
-        multiply_codes(dot, at.stage, group);
+    for (int i = 0; i < kRound * kStageGroups; ++i) {
+      const int stage = at.stage, group = i % kStageGroups, next_group = (i + 1) % kStageGroups;
+      const bool stage_ends = next_group == 0, round_ends = i == kRound * kStageGroups - 1;
+      multiply(dot[1], scale[1], rows[i % 2], stage, group, 1);
+      if (stage_ends) at.advance();
+      if (!round_ends) {
+        if (stage_ends) ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
+        load(rows[(i + 1) % 2], at.stage, next_group);
+      }
+      ptx::wgmma_wait<1>();
+      promote(total, dot[0], scale[0], 0);
+      if (round_ends) {
         ptx::wgmma_wait<0>();
-        if (group == kStageGroups - 1) release<Config>(shared, at.stage);
-        promote(total, dot, scale);
+      } else {
+        multiply(dot[0], scale[0], rows[(i + 1) % 2], at.stage, next_group, 0);
+        ptx::wgmma_wait<1>();
       }
+      if (stage_ends) release<Config>(shared, stage);
+      promote(total, dot[1], scale[1], 1);
     }
-  }
-
-  // Rounds of kRound stages: the codes of a group are under way while the one before is promoted; its scales follow, in the
-  // same registers. Nothing is under way from round to round, or ptxas would serialise all of it (C7514).
-  __device__ __forceinline__ void groups_ahead(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
-    Sums<Config> scale, dot[2];
-    int k = 0;
-    for (; k + Config::kRound <= k_stages; k += Config::kRound) {
-      int before = at.stage;
-#pragma unroll
-      for (int s = 0; s < Config::kRound; ++s) {
-        ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-#pragma unroll
-        for (int group = 0; group < kStageGroups; ++group) {
-          multiply_codes(dot[group], at.stage, group);
-          if (s > 0 || group > 0) {
-            ptx::wgmma_wait<1>();
-            if (group == 0) release<Config>(shared, before);
-            promote(total, dot[group ^ 1], scale);
-          }
-          multiply_scales(scale, at.stage, group);
-        }
-        before = at.stage;
-        at.advance();
-      }
-      ptx::wgmma_wait<0>();
-      release<Config>(shared, before);
-      promote(total, dot[kStageGroups - 1], scale);
-    }
-    groups_in_turn(total, at, k_stages - k);
   }
 
   __device__ __forceinline__ void groups(Sums<Config>& total, RingPosition<Shared::kStages>& at, int k_stages) const {
-    Config::kRound > 0 ? groups_ahead(total, at, k_stages) : groups_in_turn(total, at, k_stages);
+    int k = 0;
+#pragma unroll 1
+    for (; k + Config::kRound <= k_stages; k += Config::kRound) round<Config::kRound>(total, at);
+#pragma unroll 1
+    for (; k < k_stages; ++k) round<1>(total, at);
   }
 };
 
@@ -288,13 +334,13 @@ struct Consumer {
 template <class Config, class Epilogue, class Shared, class Params>
 __device__ __forceinline__ void consume(Shared& shared, const Params& params, Epilogue& epilogue) {
   const int index = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4;
-  const Consumer<Config, Shared> consumer{shared, index};
+  const Consumer<Config, Shared> consumer(shared, index);
   RingPosition<Shared::kStages> at;
   uint32_t phase = 0;
   for (TileWalk<Config> walk(params.problem); !walk.done(); walk.next(), phase ^= 1) {
     const int2 tile = walk.tile();
     Sums<Config> total;
-    consumer.low_rank(total, at, params);
+    consumer.low_rank(total, at, params, params.rank_stages);
     consumer.groups(total, at, params.problem.k_stages);
     ptx::mbarrier_wait(&shared.columns_full, phase);
     epilogue.store(total, shared.columns, tile.x * Config::kTileM + index * 64 + warp * 16, tile.y * Config::kTileN);
@@ -303,13 +349,9 @@ __device__ __forceinline__ void consume(Shared& shared, const Params& params, Ep
   }
 }
 
-template <class Config, class Epilogue>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    promoted_gemm(const __grid_constant__ KernelParams<typename Epilogue::Params> params) {
-  using Shared = SharedStorage<Config, Epilogue>;
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
-
+// Barriers, and the zeros; the caller synchronises.
+template <class Config, class Shared, class Params>
+__device__ __forceinline__ void set_up(Shared& shared, const Params& params) {
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&params.a, &params.b, &params.low, &params.up}) ptx::tma_prefetch_map(map);
     for (int stage = 0; stage < Shared::kStages; ++stage) {
@@ -320,8 +362,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::mbarrier_init(&shared.columns_empty, 4 * Config::kConsumers);
     ptx::mbarrier_init_fence();
   }
-  for (int i = threadIdx.x; i < Config::kTileN; i += Config::kThreads) shared.zeros[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < Shared::kZeroRows; i += Config::kThreads) shared.zeros[i] = make_uint4(0, 0, 0, 0);
   ptx::fence_async_proxy();
+}
+
+template <class Config, class Epilogue>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    promoted_gemm(const __grid_constant__ KernelParams<typename Epilogue::Params> params) {
+  using Shared = SharedStorage<Config, Epilogue>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
+
+  set_up<Config>(shared, params);
   Config::kClusterSize == 1 ? __syncthreads() : ptx::cluster_sync_diverged();
   ptx::griddep_wait();
 

@@ -6,7 +6,7 @@
 namespace kitchen::svdquant {
 
 // nullptr, or why these operands cannot run.
-const char* svdquant_stream_sm90_unsupported(const StreamOperands& operands, int device);
+const char* svdquant_stream_sm90_unsupported(const StreamOperands& operands);
 void svdquant_stream_sm90(const StreamOperands& operands, int device, cudaStream_t stream);
 
 }  // namespace kitchen::svdquant

@@ -25,6 +25,7 @@
 #include "kitchen/host/launch.h"
 #include "kitchen/host/tensor_map.h"
 #include "svdquant_gemm/sm90/promoted_gemm.cuh"
+#include "svdquant_gemm/sm90/split_gemm.cuh"
 
 namespace kitchen::svdquant {
 namespace {
@@ -85,7 +86,7 @@ struct StoreEpilogue {
   }
 
   // 16 rows of a warp, kTileN columns: rows lane/4 and lane/4 + 8, columns 8*j + 2*(lane%4) and the next.
-  __device__ __forceinline__ void store(const float (&acc)[kTileN / 2], const Columns& columns, int row, int column) {
+  __device__ __forceinline__ void store(const float (&acc)[2][kTileN / 4], const Columns& columns, int row, int column) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int chunk = 0; chunk < kTileN / Store::kColumns; ++chunk) {
@@ -95,7 +96,10 @@ struct StoreEpilogue {
       for (int j = 0; j < kPairs; ++j) {
         const float4 c = columns.pairs[4 * (chunk * kPairs + j) + lane % 4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) y[j][e] = __fadd_rn(acc[4 * (chunk * kPairs + j) + (e ^ 1)], e % 2 ? c.y : c.x);
+        for (int e = 0; e < 4; ++e) {
+          const int i = 4 * (chunk * kPairs + j) + (e ^ 1);
+          y[j][e] = __fadd_rn(acc[i / (kTileN / 4)][i % (kTileN / 4)], e % 2 ? c.y : c.x);
+        }
       }
       if (params.residual != nullptr) {
 #pragma unroll
@@ -174,19 +178,14 @@ CUtensorMap rank_map(const void* data, int64_t rows, int R, int box_rows) {
 }
 
 template <class Config, int kOutBytes>
-void launch(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream) {
-  using Epilogue = StoreEpilogue<kOutBytes, Config::kTileN>;
-  using Shared = sm90::SharedStorage<Config, Epilogue>;
-  static_assert(sizeof(Shared) <= sm90::kSharedLimit, "the stages do not fit shared memory");
-  auto* const kernel = sm90::promoted_gemm<Config, Epilogue>;
-
+sm90::KernelParams<EpilogueParams> kernel_params(const HopperOperands& o, const HopperPlan& plan) {
   sm90::KernelParams<EpilogueParams> params{};
   params.a = code_map(o.a, o.M, o.K, Config::kBoxM);
   params.b = code_map(o.b, o.N, o.K, Config::kBoxN);
   if (o.R > 0) {
     params.low = rank_map(o.low, o.M, o.R, Config::kBoxM);
     params.up = rank_map(o.up, o.N, o.R, Config::kBoxN);
-    params.rank_stages = static_cast<int>(ceil_div(o.R, 64));
+    params.rank_stages = static_cast<int>(ceil_div(o.R, 64)), params.rank_steps = static_cast<int>(ceil_div(o.R, 16));
   } else {
     params.low = params.a, params.up = params.b;  // prefetched, not used
   }
@@ -200,9 +199,31 @@ void launch(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream
   params.a_blocks = static_cast<int>(ceil_div(o.M, kBlockRows));
   params.b_blocks = static_cast<int>(ceil_div(o.N, Config::kTileN));
   params.epilogue = epilogue_params<kOutBytes, Config::kTileN>(o);
+  return params;
+}
 
-  host::launch("svdquant_gemm_sm90", kernel,
-               {plan.grid, Config::kThreads, Config::kClusterSize, sizeof(Shared), stream, o.programmatic_launch}, params);
+template <class Config, int kOutBytes>
+void launch(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream) {
+  using Epilogue = StoreEpilogue<kOutBytes, Config::kTileN>;
+  using Shared = sm90::SharedStorage<Config, Epilogue>;
+  static_assert(sizeof(Shared) <= sm90::kSharedLimit, "the stages do not fit shared memory");
+  host::launch("svdquant_gemm_sm90", sm90::promoted_gemm<Config, Epilogue>,
+               {plan.grid, Config::kThreads, Config::kClusterSize, sizeof(Shared), stream, o.programmatic_launch},
+               kernel_params<Config, kOutBytes>(o, plan));
+}
+
+template <class Config, int kOutBytes>
+void launch_split(const HopperOperands& o, const HopperPlan& plan, cudaStream_t stream) {
+  using Epilogue = StoreEpilogue<kOutBytes, Config::kTileN>;
+  using Shared = sm90::SplitStorage<Config, Epilogue>;
+  static_assert(sizeof(Shared) <= sm90::kSharedLimit, "the stages do not fit shared memory");
+  sm90::SplitParams<EpilogueParams> params{};
+  static_cast<sm90::KernelParams<EpilogueParams>&>(params) = kernel_params<Config, kOutBytes>(o, plan);
+  params.stages_each = static_cast<int>(ceil_div(params.problem.k_stages, plan.splits));
+  host::require(plan.grid == int64_t{params.problem.tiles_m} * params.problem.tiles_n * plan.splits,
+                "svdquant_gemm_sm90: a cluster that splits K has one tile");
+  host::launch("svdquant_gemm_sm90", sm90::split_gemm<Config, Epilogue>,
+               {plan.grid, Config::kThreads, plan.splits, sizeof(Shared), stream, o.programmatic_launch}, params);
 }
 
 // ---------------------------------------------------------------- plans
@@ -214,28 +235,44 @@ struct Variant {
 
 template <class Config>
 constexpr Variant variant(const char* name) {
-  return {{name, Config::kTileM, Config::kTileN, Config::kClusterM, Config::kClusterN},
+  return {{name, Config::kTileM, Config::kTileN, Config::kClusterM, Config::kClusterN, false},
           {launch<Config, 2>, launch<Config, 4>}};
+}
+template <class Config>
+constexpr Variant splitting(const char* name) {
+  return {{name, Config::kTileM, Config::kTileN, 1, 1, true}, {launch_split<Config, 2>, launch_split<Config, 4>}};
 }
 
 constexpr Variant kVariants[] = {
-    variant<sm90::Config<128, 2, 1, 0>>("128x128, cluster 2x1"),
-    variant<sm90::Config<96, 1, 1, 4>>("128x96, a group ahead"),
+    variant<sm90::Config<128, 1, 1, 4>>("128x128"),
+    variant<sm90::Config<96, 1, 1, 4>>("128x96"),
+    splitting<sm90::Config<96, 1, 1, 4>>("128x96, K split over a cluster"),
 };
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 
-int64_t cluster_tiles(int64_t M, int64_t N, const HopperVariant& v) {
-  return ceil_div(M, v.tile_m * v.cluster_m) * ceil_div(N, v.tile_n * v.cluster_n);
+int64_t tiles_of(int64_t M, int64_t N, const HopperVariant& v) { return ceil_div(M, v.tile_m) * ceil_div(N, v.tile_n); }
+
+// Blocks that share K, where there are fewer tiles than SMs.
+int splits_of(int64_t M, int64_t N, int64_t K, int sm_count, const HopperVariant& v) {
+  int splits = 1;
+  while (v.splits && splits < sm90::kMostSplits && K >= 2 * splits * 4 * sm90::kStageBytesK) {
+    // Clusters of four do not find room on all SMs.
+    if (tiles_of(M, N, v) * splits * 2 > (splits == 1 ? sm_count : sm_count * 3 / 4)) break;
+    splits *= 2;
+  }
+  return splits;
 }
 
-// Cycles of the busiest block. The constants are fitted to an H200 (docs/kernels/svdquant.md, 2026-11-30): what an SM
-// multiplies with the promotion included, what narrow tiles lose, and what comes with a tile.
-double estimated_cycles(int64_t M, int64_t N, int64_t K, int sm_count, const HopperVariant& v) {
-  constexpr double kMultipliesPerCycle = 1830, kNarrow = 1.03, kTile = 3000;
-  const int64_t slots = std::max(1, sm_count / (v.cluster_m * v.cluster_n));
-  const double tile =
-      double(v.tile_m) * v.tile_n * double(K) / kMultipliesPerCycle * (v.tile_n < 128 ? kNarrow : 1.0) + kTile;
-  return double(ceil_div(cluster_tiles(M, N, v), slots)) * tile;
+bool fits(int64_t M, int64_t N, int sm_count, const HopperVariant& v) { return !v.splits || tiles_of(M, N, v) <= sm_count; }
+
+// Microseconds. The constants are fitted to an H200 (docs/kernels/svdquant.md, 2026-11-30): of a tile by K, of what comes with a tile,
+// of a launch, of sums that meet.
+double estimated_us(int64_t M, int64_t N, int64_t K, int sm_count, const HopperVariant& v) {
+  constexpr double kLaunch = 3.5, kMeet = 2.0;
+  const int splits = splits_of(M, N, K, sm_count, v);
+  const double fixed = v.tile_n == 128 ? 1.2 : 0.9, of_k = v.tile_n == 128 ? 4.86e-3 : 3.83e-3;
+  const int64_t rounds = ceil_div(tiles_of(M, N, v), std::max(1, sm_count / splits));
+  return kLaunch + double(rounds) * (fixed + of_k * double(ceil_div(K, splits))) + (v.splits ? kMeet : 0.0);
 }
 
 }  // namespace
@@ -245,19 +282,21 @@ const HopperVariant& hopper_variant(int variant) { return kVariants[variant].sha
 
 HopperPlan hopper_plan_for(int64_t M, int64_t N, int64_t K, int sm_count, int variant) {
   const HopperVariant& v = kVariants[variant].shape;
-  const int cluster = v.cluster_m * v.cluster_n;
-  const int64_t clusters = std::min<int64_t>(cluster_tiles(M, N, v), std::max(1, sm_count / cluster));
+  const int splits = splits_of(M, N, K, sm_count, v), cluster = v.cluster_m * v.cluster_n * splits;
+  const int64_t tiles = ceil_div(ceil_div(M, v.tile_m), v.cluster_m) * ceil_div(ceil_div(N, v.tile_n), v.cluster_n);
+  const int64_t clusters = v.splits ? tiles : std::min<int64_t>(tiles, std::max(1, sm_count / cluster));
   // Rows of A that are walked together stay in L2 while all of B passes once: up to 16 MB of them.
   const int64_t row_bytes = int64_t{v.tile_m} * v.cluster_m * K;
   const int64_t group = std::clamp<int64_t>((int64_t{16} << 20) / row_bytes, 8, 16);
-  return {variant, static_cast<int>(clusters) * cluster, static_cast<int>(group)};
+  return {variant, static_cast<int>(clusters) * cluster, static_cast<int>(group), splits};
 }
 
 HopperPlan choose_hopper_plan(int64_t M, int64_t N, int64_t K, int sm_count) {
   int best = 0;
   for (int i = 1; i < kVariantCount; ++i) {
-    if (estimated_cycles(M, N, K, sm_count, kVariants[i].shape) <
-        estimated_cycles(M, N, K, sm_count, kVariants[best].shape))
+    if (fits(M, N, sm_count, kVariants[i].shape) &&
+        estimated_us(M, N, K, sm_count, kVariants[i].shape) <
+        estimated_us(M, N, K, sm_count, kVariants[best].shape))
       best = i;
   }
   return hopper_plan_for(M, N, K, sm_count, best);
@@ -266,10 +305,10 @@ HopperPlan choose_hopper_plan(int64_t M, int64_t N, int64_t K, int sm_count) {
 std::string describe(int64_t M, int64_t N, int64_t K, int sm_count, const HopperPlan& plan) {
   std::string text = "M=" + std::to_string(M) + " N=" + std::to_string(N) + " K=" + std::to_string(K) + ": " +
                      std::to_string(plan.grid) + " blocks, walking groups of " + std::to_string(plan.raster_group) +
-                     " rows of tiles; estimated cycles:";
+                     " rows of tiles, " + std::to_string(plan.splits) + " pieces of K; estimated microseconds:";
   for (int i = 0; i < kVariantCount; ++i) {
-    const int64_t cycles = static_cast<int64_t>(estimated_cycles(M, N, K, sm_count, kVariants[i].shape));
-    text += std::string(i == plan.variant ? "\n* " : "\n  ") + kVariants[i].shape.name + ": " + std::to_string(cycles);
+    const int64_t us = static_cast<int64_t>(estimated_us(M, N, K, sm_count, kVariants[i].shape));
+    text += std::string(i == plan.variant ? "\n* " : "\n  ") + kVariants[i].shape.name + ": " + std::to_string(us);
   }
   return text;
 }
@@ -291,7 +330,7 @@ void svdquant_gemm_sm90(const HopperOperands& o, const HopperPlan& plan, cudaStr
     throw std::runtime_error("svdquant_gemm_sm90: M=" + std::to_string(o.M) + " N=" + std::to_string(o.N) +
                              " K=" + std::to_string(o.K) + " R=" + std::to_string(o.R) + ": " + reason);
   }
-  host::require(plan.variant >= 0 && plan.variant < kVariantCount && plan.grid > 0 && plan.raster_group > 0,
+  host::require(plan.variant >= 0 && plan.variant < kVariantCount && plan.grid > 0 && plan.raster_group > 0 && plan.splits > 0,
                 "svdquant_gemm_sm90: there is no such plan");
   if (o.M == 0) return;
   kVariants[plan.variant].launch[o.out_type == DType::kFloat32](o, plan, stream);

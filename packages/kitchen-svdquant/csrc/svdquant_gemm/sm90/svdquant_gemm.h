@@ -34,11 +34,13 @@ struct HopperPlan {
   int variant;
   int grid;
   int raster_group;
+  int splits;  // blocks of a cluster that share K
 };
 
 struct HopperVariant {
   const char* name;
   int tile_m, tile_n, cluster_m, cluster_n;
+  bool splits;  // K over a cluster, where there are fewer tiles than SMs: no more than one a cluster
 };
 
 int hopper_variant_count();
