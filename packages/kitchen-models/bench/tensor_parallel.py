@@ -96,9 +96,11 @@ def measure(
         mine = one.chunk(size, -1)[rank]
         equal = torch.tensor(int(torch.equal(mine, part)), device=device)
         dist.all_reduce(equal, dist.ReduceOp.MIN)
+        difference = torch.tensor(error(part, mine.double()), device=device)
+        dist.all_reduce(difference, dist.ReduceOp.MAX)
         row = {
             "case": format, "M": m, "K": k, "N": n, "ranks": size, "colwise_bit_equal": bool(equal.item()),
-            "colwise_rel_difference": error(part, mine.double()),
+            "colwise_rel_difference": float(difference),
         }  # fmt: skip
         if m <= ERROR_ROWS:
             exact = h.double() @ whole.down.dequantize(torch.float32).double().T

@@ -97,6 +97,25 @@ def source(tmp_path, model):
 
 
 @pytest.fixture
+def assert_branch():
+    """Check that fp32 ``y`` is ``plain + scale (x down^T) up^T``, as exactly as any order of its sums allows.
+
+    With u = 2^-24 and the standard bound of sums, the two products err by at most (K + R) u times those of magnitudes; the
+    scale and the two roundings between them add 3 u. What is added to may be the first of the last sum's R + 1 terms.
+    """
+
+    def check(y, plain, x, down, up, scale=1.0):
+        x, down, up, plain = (t.detach().double() for t in (x, down, up, plain))
+        rank, inner = down.shape
+        sums = scale * (x.abs() @ down.abs().t() @ up.abs().t())
+        bound = 2.0**-24 * ((inner + rank + 3) * sums + (rank + 1) * (plain.abs() + sums))
+        error = (y.detach().double() - plain - scale * (x @ down.t() @ up.t())).abs()
+        assert (error <= bound).all(), f"{float((error / bound).max()):.2f} of the bound"
+
+    return check
+
+
+@pytest.fixture
 def write_raw():
     """Make a safetensors file by hand: ``table`` is the header (an object, or the bytes themselves)."""
 

@@ -109,6 +109,17 @@ def test_lora_compile_and_offload(adapter, folder, inputs, tmp_path):
     assert torch.equal(run(fresh, inputs), y)
 
 
+@pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
+def test_a_whole_model_is_one_graph(adapter, folder, inputs, format):
+    model = load(folder, quantization_config=adapter.KitchenConfig(format))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(compiled, inputs), run(model, inputs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
 def test_deepcopy_and_dequantize(adapter, folder, inputs):
     model = load(folder, quantization_config=adapter.KitchenConfig("int8"))
     y = run(model, inputs)

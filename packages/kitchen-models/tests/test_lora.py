@@ -56,7 +56,7 @@ def snapshot(model):
 
 
 @pytest.mark.parametrize("spelling", ["peft", "diffusers", "kohya", "comfy"])
-def test_every_spelling_is_the_same_branch(int8, spelling, tmp_path):
+def test_every_spelling_is_the_same_branch(int8, spelling, tmp_path, assert_branch):
     save_file(made(spelling=spelling), tmp_path / "l.safetensors")
     assert set(lora.attach(int8, tmp_path / "l.safetensors")) == set(NAMES)
     layer, x = int8.blocks[0].mlp.fc1, normal(5, K, seed=3)
@@ -64,7 +64,7 @@ def test_every_spelling_is_the_same_branch(int8, spelling, tmp_path):
     down, up = (peft[f"base_model.model.blocks.0.mlp.fc1.lora_{part}.weight"] for part in "AB")
     y = layer(x)
     lora.remove(int8)
-    assert torch.allclose(y, layer(x) + x @ down.t() @ up.t(), atol=1e-5)
+    assert_branch(y, layer(x), x, down, up)
     # not one change is in the codes: the branch is as exact as fp32 products are
     assert (
         relative_error(y - layer(x), (x.double() @ down.double().t()) @ up.double().t())
@@ -150,14 +150,14 @@ def test_activation_in_front_and_residual_behind(quantized):
     assert relative_error(found, wanted) < 256 * torch.finfo(torch.float32).eps
 
 
-def test_dense_layers_beside_quantized_ones(model):
+def test_dense_layers_beside_quantized_ones(model, assert_branch):
     km.quantize_(model, "blocks.0.mlp.fc1=int8")
     before, y = snapshot(model), run(model)
     lora.attach(model, made())
     layer, x = model.blocks[0].attn.q, normal(3, 128)
     state = made()
     down, up = (state[f"base_model.model.blocks.0.attn.q.lora_{part}.weight"] for part in "AB")
-    assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias) + x @ down.t() @ up.t(), atol=1e-5)
+    assert_branch(layer(x), F.linear(x, layer.weight, layer.bias), x, down, up)
     lora.remove(model)
     assert type(layer) is torch.nn.Linear
     assert torch.equal(run(model), y)

@@ -56,15 +56,14 @@ def same(a, b):
     )
 
 
-def test_forward_is_the_layer_and_the_branch(quantized, adapter):
+def test_forward_is_the_layer_and_the_branch(quantized, adapter, assert_branch):
     plain = copy.deepcopy(quantized).blocks[0].mlp.fc1
     model = with_lora(quantized)
     layer = model.base_model.model.blocks[0].mlp.fc1
     assert type(layer) is adapter.LoraQuantizedLinear
     x = torch.randn(3, 128)
     down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    wanted = plain(x) + (x @ down.t() @ up.t()) * layer.scaling["default"]
-    assert torch.allclose(layer(x), wanted, atol=1e-5)
+    assert_branch(layer(x), plain(x), x, down, up, layer.scaling["default"])
     y = run(model)
     with model.disable_adapter():
         assert not torch.equal(run(model), y)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import kitchen_models as km
 from kitchen_core.errors import FormatError
+from kitchen_models import report
 from kitchen_models.distributions import BINS_PER_OCTAVE, SHOWN, Distribution
 from kitchen_models.report import examine
 
@@ -147,6 +148,13 @@ def test_command_writes_pictures_and_a_page_that_needs_nothing_else(source, tmp_
         kitchen("report", source, target, source / "no")
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(source, tmp_path, kitchen):
+    for folder in (source, source / "deeper" / "down"):
+        with pytest.raises(FormatError, match=r"a report cannot go to .*is a file; give another folder"):
+            kitchen("quantize", source, tmp_path / "q.safetensors", "--format", "int8", "--report", folder)
+        assert not (tmp_path / "q.safetensors").exists()
+
+
 def test_dry_run_writes_no_report(source, tmp_path, kitchen):
     folder = tmp_path / "report"
     assert (
@@ -176,3 +184,35 @@ def test_a_file_of_another_tool_has_no_recipe_and_a_report(source, quantized, tm
     assert len(report.layers) == 3
     assert {layer.rule for layer in report.layers} == {""}
     km.write_report(source, tmp_path / "foreign.safetensors", tmp_path / "report")
+
+
+def test_pictures_show_whole_layers_plain_numbers_and_all_their_words(source, quantized, monkeypatch):
+    """Of few layers with nearly equal errors too: nothing is drawn over a legend or beyond the edge of the picture."""
+    figures = {}
+    found = examine(source, quantized)
+    for name, draw in report.PICTURES.items():
+        monkeypatch.setattr(report, "_png", lambda figure, name=name: figures.update({name: figure}))
+        draw(found)
+    for name, figure in figures.items():
+        figure.canvas.draw()
+        page = figure.bbox.padded(1)
+        for axes in figure.axes:
+            low, high = axes.get_xlim()
+            shown = [t for t in axes.get_xticks() if low <= t <= high]
+            if "layer" in axes.get_xlabel():
+                assert shown
+                assert all(float(t).is_integer() for t in shown), (name, shown)
+            if axes.get_yscale() == "log":
+                words = [label.get_text() for label in axes.get_yticklabels()]
+                assert all(re.fullmatch(r"\d*\.?\d+(e[-+]\d+)?", word) for word in words), words
+                low, high = axes.get_ylim()
+                assert sum(low <= t <= high for t in axes.get_yticks()) >= 2, (name, words)
+                box = axes.get_legend().get_window_extent()
+                assert not box.overlaps(axes.bbox.padded(-1)), name
+                assert page.x0 <= box.x0 < box.x1 <= page.x1, name
+    marks = [text.get_text() for text in figures["error"].axes[0].texts]
+    entries = [text.get_text() for text in figures["error"].axes[0].get_legend().get_texts()]
+    assert marks == ["1", "2", "3"]
+    worst = max(found.layers, key=lambda layer: layer.error.relative_l2)
+    assert f"1  {worst.error.name}" in entries
+    assert figures["bytes"].axes[0].get_xlabel() == "KiB"

@@ -63,7 +63,7 @@ def test_layer_that_a_format_cannot_hold_is_left_with_its_reason():
     assert "100" in decision.reason
 
 
-@pytest.mark.parametrize("text", ["a", "=int8", "a=", "a=int8(group)", "re:(=int8"])
+@pytest.mark.parametrize("text", ["*=int8(group_size=2", "a", "=int8", "a=", "a=int8(group)", "re:(=int8"])
 def test_bad_grammar_says_what_a_rule_is(text):
     with pytest.raises(UnsupportedError, match=r"rule|option|regular expression|format"):
         Rules.of([text])

@@ -13,6 +13,7 @@ from kitchen_core import QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.testing import same_state
 from kitchen_models import inspect_file, quantize_, quantize_file
+from kitchen_models.offload import BlockOffload
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed here")
 BF16 = torch.bfloat16
@@ -190,6 +191,31 @@ def test_compile_of_a_layer_deepcopy_and_dequantize(adapter, folder, ids):
     plain = model.dequantize()
     assert not layers_of(plain)
     assert all(torch.equal(plain.get_submodule(name).weight, weight) for name, weight in dense.items())
+
+
+@pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
+def test_a_whole_model_is_one_graph(adapter, folder, ids, format):
+    model = load(folder, quantization_config=adapter.KitchenConfig(format)).eval()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(run(compiled, ids), run(model, ids))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_offload_by_blocks_and_by_groups(adapter, folder, ids):
+    """Ours, and that of diffusers, which takes any module."""
+    model = load(folder, quantization_config=adapter.KitchenConfig({"*mlp*": "w4a8", "*": "int8"})).eval()
+    y = run(model, ids)
+    offload = BlockOffload(model.model.layers, "cpu")
+    for _ in range(3):
+        assert torch.equal(run(model, ids), y)
+    offload.remove()
+    hooks = pytest.importorskip("diffusers.hooks", reason="diffusers is not installed here")
+    hooks.apply_group_offloading(model, torch.device("cpu"), offload_type="leaf_level")
+    for _ in range(3):
+        assert torch.equal(run(model, ids), y)
 
 
 def test_lora_of_peft(adapter, folder, ids, tmp_path):

@@ -32,7 +32,7 @@ def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys
     target, picture = tmp_path / "q.safetensors", tmp_path / "error.png"
     km.quantize_file(source, target, format="int8")
     assert kitchen("verify", source, target, "--plot", picture, "--max-error", "0.5") == 0
-    assert "3 layers differ" in capsys.readouterr().out
+    assert "3 layers changed" in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert kitchen("verify", source, target, "--max-error", "1e-6", "--json") == 1
     captured = capsys.readouterr()
@@ -40,6 +40,14 @@ def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys
     assert "3 layers exceed --max-error" in captured.err
     with pytest.raises(FormatError, match="cannot write the plot"):
         kitchen("verify", source, target, "--plot", tmp_path / "no" / "x.png")
+
+
+def test_a_plot_that_cannot_be_written_costs_the_picture_alone(source, tmp_path, kitchen, capsys):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format="int8")
+    with pytest.raises(FormatError, match="cannot write the plot"):
+        kitchen("verify", source, target, "--plot", tmp_path / "no" / "p.png")
+    assert "3 layers changed" in capsys.readouterr().out
 
 
 def test_changed_missing_and_added_plain_tensors_are_told(source, tmp_path, kitchen):

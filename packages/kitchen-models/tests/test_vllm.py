@@ -1,4 +1,4 @@
-"""The plug-in for vLLM against a STUB of its interface, since vLLM itself is not installed here.
+"""The plug-in for vLLM against a STUB of its interface: vLLM itself is in ``test_vllm_library.py``, where it is installed.
 
 The stub has what vLLM 0.33 documents: the registry of linear kernels, the base class and its config. So these tests say that
 the plug-in keeps to that interface and computes the right thing, and nothing about vLLM's own loading or serving.
@@ -44,7 +44,17 @@ class Cutlass(Int8ScaledMMLinearKernel):
 
 
 @pytest.fixture
-def stub(monkeypatch):
+def no_vllm(monkeypatch):
+    """As if vLLM had not been imported by another test."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    adapter.kernel_class.cache_clear()
+    yield
+    adapter.kernel_class.cache_clear()
+
+
+@pytest.fixture
+def stub(no_vllm, monkeypatch):
     """vLLM's modules, as far as the plug-in looks into them."""
     kernels = ModuleType(adapter.KERNELS)
     kernels._POSSIBLE_INT8_KERNELS = {PlatformEnum.CUDA: [Cutlass]}
@@ -65,9 +75,7 @@ def stub(monkeypatch):
             if name not in sys.modules:
                 monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    adapter.kernel_class.cache_clear()
-    yield kernels
-    adapter.kernel_class.cache_clear()
+    return kernels
 
 
 def layer_of(weight, scale, **attributes):
@@ -120,9 +128,8 @@ def test_what_it_cannot_do_is_said_with_a_reason(stub):
         adapter.scale_by_row(torch.ones(5), 48, [24, 24])
 
 
-def test_without_vllm_nothing_is_raised(monkeypatch, caplog):
+def test_without_vllm_nothing_is_raised(no_vllm, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    adapter.kernel_class.cache_clear()
     assert not adapter.register()
     assert "vLLM keeps its own INT8 kernels" in caplog.text
 

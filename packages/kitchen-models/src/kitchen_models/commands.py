@@ -81,6 +81,10 @@ def _quantize(options: argparse.Namespace) -> int:
     for name in ("group_size", "convrot_groupsize", "rank"):
         if getattr(options, name) is not None:
             given[name] = getattr(options, name)
+    if options.report and not options.dry_run:
+        from .report import check_folder
+
+        check_folder(options.report)
     with progress_bar() as progress:
         report = quantize_file(
             options.input, options.output, rules, options.format, given, options.dry_run, progress, options.calibration
@@ -123,12 +127,12 @@ def _verify(options: argparse.Namespace) -> int:
     from . import verify
 
     result = verify.verify_files(options.original, options.quantized)
-    if options.plot:
-        verify.plot(result, options.plot)
     if options.json:
         print(json.dumps(result.as_json(), indent=2))
     else:
         verify.render(result)
+    if options.plot:  # last: a place that cannot be written costs the picture alone
+        verify.plot(result, options.plot)
     over = [e for e in result.layers if options.max_error is not None and not e.relative_l2 <= options.max_error]
     if over:
         print(f"kitchen verify: {len(over)} layers exceed --max-error {options.max_error:g}", file=sys.stderr)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+
+SECONDS_BETWEEN_LINES = 20.0  # of progress, where no bar can be drawn
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -31,13 +35,22 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         print("  ".join(cells).rstrip())
 
 
+def unit_of(count: float) -> tuple[str, int]:
+    """The unit that a number of bytes is best told in, and its bytes."""
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    return next(((name, unit) for name, unit in units.items() if count < 1024 * unit), ("GiB", 2**30))
+
+
 def size(count: float) -> str:
     """Bytes for people: 1.50 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+    name, unit = unit_of(count)
+    return f"{count:.0f} B" if unit == 1 else f"{count / unit:.2f} {name}"
+
+
+def counted(count: int, word: str) -> str:
+    """1 layer, 2 layers, 1 matrix, 2 matrices."""
+    plural = word.removesuffix("x") + "ces" if word.endswith("x") else word + "s"
+    return f"{count} {word if count == 1 else plural}"
 
 
 def parse_size(text: str) -> int:
@@ -54,11 +67,30 @@ def parse_size(text: str) -> int:
     return int(float(digits) * units[unit])
 
 
+def _nothing(what: str, done: int, total: int) -> None:
+    """Progress that nobody is told of."""
+
+
+def _lines() -> Callable[[str, int, int], None]:
+    told = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            print(f"kitchen: {done / max(total, 1):.0%}, {what}", file=sys.stderr, flush=True)
+
+    return report
+
+
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
-    """A function (what, bytes done, bytes in all) that moves a bar on stderr; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A function (what, bytes done, bytes in all) that moves a bar on stderr; where that is no terminal it adds lines at times.
+
+    Of several processes that torchrun started, the first one speaks.
+    """
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
+        yield _lines() if os.environ.get("RANK", "0") == "0" else _nothing
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -23,6 +23,7 @@ from kitchen_core.errors import FormatError, KitchenError
 from kitchen_core.formats import Tensors
 from kitchen_core.layouts import nunchaku
 
+from .console import counted, size
 from .dialect import (
     MARKER,
     StoredLayer,
@@ -39,6 +40,7 @@ from .quantize import sha256_of, source_hash
 from .recognise import AnyLayer, describe, find_all_layers
 from .rules import config_as_json, layer_of
 from .staging import FilePlan, Stage, staging
+from .systems import same_file
 from .targets import TARGETS, Entry, Job, Target
 from .writer import Planned, layout
 
@@ -70,21 +72,24 @@ class ConvertReport:
         return dict(Counter(entry["format"] for entry in self.layers.values()))
 
     def summary(self) -> str:
-        """One line: layers by format and form, GiB before and after, what was left and why, what was assumed."""
+        """One line: layers by format and form, bytes before and after, what was left and why, what was assumed."""
         counts = Counter((entry["format"], entry["form"]) for entry in self.layers.values())
         formats = ", ".join(f"{count} {name} from {form}" for (name, form), count in sorted(counts.items()))
         reasons = Counter(self.left.values())
         left = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "no matrix"
         notes = [
-            f"{len(names)} {words}"
-            for names, words in (
-                (self.unsigned, "taken as unsigned by name"), (self.interleaved, "de-interleaved by name"),
-                (self.rounded, "with zeros rounded once to their dtype"), (self.dropped, "tensors dropped that no run needs"),
+            f"{counted(len(names), kind)} {words}"
+            for names, kind, words in (
+                (self.unsigned, "layer", "taken as unsigned by name"), (self.interleaved, "layer", "de-interleaved by name"),
+                (self.rounded, "layer", "with zeros rounded once to their dtype"),
+                (self.dropped, "tensor", "dropped: no run needs it"),
             )
             if names
         ]  # fmt: skip
-        sizes = f"{self.bytes_before / 2**30:.3f} -> {self.bytes_after / 2**30:.3f} GiB"
-        return "; ".join([f"{len(self.layers)} layers to {self.target} ({formats}), {sizes}", f"left: {left}", *notes])
+        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
+        return "; ".join(
+            [f"{counted(len(self.layers), 'layer')} to {self.target} ({formats}), {sizes}", f"left: {left}", *notes]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -341,7 +346,7 @@ def _shard_names(target: Path, count: int) -> list[str]:
 def _refuse_source(checkpoint: Checkpoint, targets: list[Path]) -> None:
     for target in targets:
         for file in (checkpoint.path, *checkpoint.files):
-            if target.exists() and target.samefile(file):
+            if same_file(target, file):
                 raise FormatError(
                     f"{str(target)!r} is the source itself; write to another file, and delete the source after"
                 )

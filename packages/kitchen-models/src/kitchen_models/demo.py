@@ -157,8 +157,11 @@ def _run(formats: Sequence[str] | None, device: str, sentences: Sequence[str], f
             format = get_format(name)
             if format.uses_calibration and not calibration:
                 calibration = _calibrate(model, folder, device, report)
-            _say(f"{name} ...")
+            _say(f"{name}: quantizing, loading, embedding ...")
             entry = _try_format(format, folder, source, batches, device, reference, calibration)
+            _say(
+                f"{name}: cosine {entry['cosine_mean']:.6f}, at least {entry['threshold']:g} is wanted: {_result(entry)}"
+            )
         except PluginError as error:
             if formats:
                 raise
@@ -173,6 +176,7 @@ def _calibrate(model: nn.Module, folder: Path, device: str, report: dict[str, An
     no row is padding.
     """
     started = time.perf_counter()
+    _say("calibrating ...")
     inputs = [{k: v.to(device) for k, v in b.items()} for b in tokenize(folder, CALIBRATION_SENTENCES, batch=1)]
     with progress_bar() as progress:
         made = calibrate(model, inputs, progress=progress)
@@ -183,9 +187,12 @@ def _calibrate(model: nn.Module, folder: Path, device: str, report: dict[str, An
 
 
 def _say(what: str) -> None:
-    """Progress, for people only."""
-    if sys.stderr.isatty():
-        print(what, file=sys.stderr)
+    """Progress, at once, on stderr: a minute without a word looks like a hang, also where the output goes to a file."""
+    print(what, file=sys.stderr, flush=True)
+
+
+def _result(entry: dict[str, Any]) -> str:
+    return "ok" if entry["passed"] else "BELOW"
 
 
 def _check_device(device: str) -> None:
@@ -241,7 +248,15 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def why(calls: Sequence[tuple[str, str]], model: nn.Module, device: str) -> list[str]:
-    """For each op and kernel that ran, in words: what else was asked and why it did not run."""
+    """For each op and kernel that ran, in words: what else was asked and why it did not run.
+
+    On a CPU that is one sentence, since no kernel of ours runs there and each would say so in its own way.
+    """
+    if torch.device(device).type == "cpu":
+        return [
+            f"{op} ran on {kernel}, the plain reference: kitchen's kernels need a CUDA GPU"
+            for op, kernel in dict.fromkeys(calls)
+        ]
     layer_of_op = {}
     for layer in {m.format: m for m in model.modules() if isinstance(m, QuantizedLinear)}.values():
         with torch.inference_mode(), trace() as ops:
@@ -286,7 +301,7 @@ def render(report: dict[str, Any]) -> None:
         "weight error",
         "cosine mean",
         "min",
-        "needs",
+        "wanted",
         "quantize",
         "run",
         "result",
@@ -301,9 +316,13 @@ def render(report: dict[str, Any]) -> None:
             e["format"], options, str(e["layers"]), str(e["calibrated"]), size(e["bytes"]),
             f"{e['weight_error']:.4f}", f"{e['cosine_mean']:.6f}",
             f"{e['cosine_min']:.6f}", f"{e['threshold']:g}", f"{e['quantize_seconds']:.1f} s", f"{e['seconds']:.1f} s",
-            "ok" if e["passed"] else "BELOW",
+            _result(e),
         ])  # fmt: skip
     print_table(columns, rows, right=columns[2:-1])
+    print(
+        "weight error: relative L2 of the weights; cosine: between a sentence's embedding and that of the fp32 model; "
+        "wanted: what its mean must reach for ok"
+    )
     for e in report["formats"]:
         print(f"\n{e['format']}:")
         if "error" in e:

@@ -318,7 +318,8 @@ class Checkpoint:
             try:
                 reader = self._readers[info.file] = safe_open(info.file, framework="pt").__enter__()
             except Exception as error:  # safetensors raises its own SafetensorError, and OSError
-                raise FormatError(f"safetensors cannot open {str(info.file)!r}: {error}; get the file again") from error
+                advice = "get the file again" if str(info.file).isprintable() else "rename it or its folder"
+                raise FormatError(f"safetensors cannot open {str(info.file)!r}: {error}; {advice}") from error
         with torch.device("cpu"):  # safetensors makes slices on the default device
             return reader.get_tensor(name) if rows is None else reader.get_slice(name)[rows]
 

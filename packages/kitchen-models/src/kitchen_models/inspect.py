@@ -8,7 +8,7 @@ from typing import Any
 
 from kitchen_core.errors import FormatError, KitchenError, PluginError
 
-from .console import print_table, size
+from .console import counted, print_table, size
 from .dialect import MARKER, unmarked_codes
 from .files import Checkpoint, printable
 from .foreign import ForeignLayer
@@ -105,14 +105,14 @@ def render(report: dict[str, Any]) -> None:
     print_table(["layer or tensor", "format", "shape", "bytes", "stored as", "config"], rows, right=["bytes"])
     print()
     for total in report["totals"]:
-        kind = "quantized layers" if total["quantized"] else "plain tensors"
-        print(f"{total['format']}: {total['count']} {kind}, {size(total['bytes'])}")
+        kind = "quantized layer" if total["quantized"] else "plain tensor"
+        print(f"{total['format']}: {counted(total['count'], kind)}, {size(total['bytes'])}")
     foreign = sorted({e["stored_as"] for e in report["layers"] if e.get("stored_as", "comfy") != "comfy"})
     if foreign:
         print(
             f"stored as {', '.join(foreign)}: `kitchen convert IN OUT --to comfy` makes a file that kitchen and ComfyUI load"
         )
-    files = f"{len(report['files'])} files" if len(report["files"]) > 1 else "1 file"
+    files = counted(len(report["files"]), "file")
     print(f"total: {size(report['tensor_bytes'])} of tensors, {size(report['file_bytes'])} in {files}")
     for key, value in sorted(report["metadata"].items()):
         short = value if len(value) <= SHOWN_METADATA else f"{value[:SHOWN_METADATA]}... ({len(value)} characters)"

@@ -18,11 +18,13 @@ from kitchen_core import Calibration, QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
 
 from .calibrations import Calibrations, calibrated_layers, load_calibration
+from .console import counted, size
 from .dialect import MARKER, StoredLayer, find_layers, header_metadata, marker_bytes, naming
 from .files import TORCH_DTYPES, Checkpoint, TensorInfo, open_binary, printable
 from .ranks import Team, team, writing_together
 from .rows import check_finite, output_shapes, quantize_rows
 from .rules import Decision, Rules, decide, layer_of
+from .systems import same_file
 from .writer import Planned
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
@@ -56,15 +58,15 @@ class Report:
         return dict(Counter(d.format.name for d in self.quantized))
 
     def summary(self) -> str:
-        """One line: layers by format, GiB before and after, what was left and why."""
+        """One line: layers by format, bytes before and after, what was left and why."""
         formats = ", ".join(f"{count} {name}" for name, count in self.by_format().items()) or "none"
         formats += f"; {len(self.calibrated)} calibrated" if self.calibrated else ""
-        sizes = f"{self.bytes_before / 2**30:.3f} -> {self.bytes_after / 2**30:.3f} GiB"
+        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
         reasons = Counter(d.reason for d in self.left)
         shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        more = f"; {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
-        left = f"; {len(self.left)} matrices left: {shown}{more}" if self.left else "; no matrix left"
-        return f"{len(self.quantized)} layers quantized ({formats}), {sizes}{left}"
+        more = f"; {counted(len(reasons) - 3, 'more reason')}" if len(reasons) > 3 else ""
+        left = f"; {counted(len(self.left), 'matrix')} left: {shown}{more}" if self.left else "; no matrix left"
+        return f"{counted(len(self.quantized), 'layer')} quantized ({formats}), {sizes}{left}"
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -259,7 +261,7 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
 
 def _refuse_same(checkpoint: Checkpoint, target: Path) -> None:
     for file in (checkpoint.path, *checkpoint.files):
-        if target.exists() and target.samefile(file):
+        if same_file(target, file):
             raise FormatError(
                 f"{str(target)!r} is the source itself; quantizing loses precision, so write to another file"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -73,7 +74,7 @@ def team() -> Iterator[Team]:
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         made = Team(dist.get_rank(), dist.get_world_size(), group)
-        hosts = sorted(set(made.gather(os.uname().nodename)))
+        hosts = sorted(set(made.gather(platform.node())))
         if len(hosts) > 1:
             raise UnsupportedError(
                 f"the {made.size} ranks are on {len(hosts)} hosts ({', '.join(hosts[:4])}); all must be on one, since they "

@@ -22,7 +22,7 @@ import torch
 from kitchen_core.errors import FormatError
 
 from .calibrations import Calibrations
-from .console import size
+from .console import counted, size, unit_of
 from .dialect import find_layers
 from .distributions import BINS_PER_OCTAVE, SHOWN, Distribution
 from .files import Checkpoint, parse_bounded_json, printable
@@ -87,9 +87,10 @@ class ModelReport:
     def summary(self) -> str:
         """One line."""
         formats = ", ".join(f"{int(entry['layers'])} {name}" for name, entry in self.by_format().items()) or "none"
+        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
         return (
-            f"{len(self.layers)} layers quantized ({formats}), {size(self.bytes_before)} -> {size(self.bytes_after)}, relative "
-            f"L2 {self.verification.relative_l2:.3e}, worst layer {self.verification.worst:.3e}"
+            f"{counted(len(self.layers), 'layer')} quantized ({formats}), {sizes}, relative L2 "
+            f"{self.verification.relative_l2:.3e}, worst layer {self.verification.worst:.3e}"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -149,6 +150,15 @@ def _recipe(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     return made
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises FormatError where a report could not be written to ``folder``: to be asked before long work. Nothing is made."""
+    folder = Path(os.path.abspath(folder))
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "is a file" if not there.is_dir() else "cannot be written"
+        raise FormatError(f"a report cannot go to {str(folder)!r}: {str(there)!r} {what}; give another folder")
+
+
 def write_report(
     original: str | os.PathLike[str],
     quantized: str | os.PathLike[str],
@@ -202,18 +212,39 @@ def _label(name: str) -> str:
     return short if len(short) <= LABEL else f"...{short[-LABEL:]}"
 
 
-def _by_layer(axes: Any, report: ModelReport, values: Sequence[float], what: str) -> None:
-    """A dot for each layer, in the order of the names, coloured by format, on a logarithmic scale."""
+def _ticks(axes: Any, values: Sequence[float]) -> None:
+    """Whole layers below; on the logarithmic scale at the left numbers as they are written, few and where the dots are."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    few = not values or max(values) < 10 * min(values)
+    axes.yaxis.set_major_locator(MaxNLocator(5) if few else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _by_layer(axes: Any, report: ModelReport, values: Sequence[float], what: str, named: Sequence[int] = ()) -> None:
+    """A dot for each layer, in the order of the names, coloured by format, on a logarithmic scale.
+
+    The dots of ``named`` get numbers, and the legend at the right says their names.
+    """
     for name, colour in _colours(report).items():
         places = [i for i, layer in enumerate(report.layers) if layer.error.format == name]
         shown = [i for i in places if math.isfinite(values[i]) and values[i] > 0]
         axes.plot(shown, [values[i] for i in shown], "o", markersize=3.5, color=colour, label=name)
+    for number, i in enumerate(named, 1):
+        axes.annotate(str(number), (i, values[i]), (0, 4), textcoords="offset points", fontsize=6, ha="center")
+        axes.plot([], [], " ", label=f"{number}  {_label(report.layers[i].error.name)}")
     axes.set_yscale("log")
     axes.set_ylabel(what)
     axes.set_xlabel("layer, in the order of the names")
+    axes.margins(y=0.1)
     axes.grid(alpha=0.3)
+    _ticks(axes, [v for v in values if math.isfinite(v) and v > 0])
     if report.layers:
-        axes.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+        legend = axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
 
 
 def draw_errors(report: ModelReport) -> bytes:
@@ -223,13 +254,8 @@ def draw_errors(report: ModelReport) -> bytes:
     figure = _figure(10, 3.6 * panels)
     axes = figure.subplots(panels, squeeze=False)[:, 0]
     errors = [layer.error.relative_l2 for layer in report.layers]
-    _by_layer(axes[0], report, errors, "relative L2 error of the weight")
     worst = sorted((i for i, e in enumerate(errors) if math.isfinite(e) and e > 0), key=lambda i: -errors[i])[:NAMED]
-    for i in worst:
-        axes[0].annotate(
-            _label(report.layers[i].error.name), (i, errors[i]), fontsize=6, parse_math=False, rotation=20, xytext=(3, 3),
-            textcoords="offset points",
-        )  # fmt: skip
+    _by_layer(axes[0], report, errors, "relative L2 error of the weight", worst)
     if panels == 2:
         _by_layer(axes[1], report, outputs, "relative L2 error of the output")
     return _png(figure)
@@ -237,6 +263,8 @@ def draw_errors(report: ModelReport) -> bytes:
 
 def draw_weights(report: ModelReport) -> bytes:
     """Magnitudes over the layer's root mean square: a column for each layer, and beside it the mean by format."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = _figure(10, 3.8)
     left, right = figure.subplots(1, 2, width_ratios=[2, 1], sharey=True)
     edges = [SHOWN[0] + i / BINS_PER_OCTAVE for i in range((len(SHOWN) - 1) * BINS_PER_OCTAVE + 1)]
@@ -252,6 +280,7 @@ def draw_weights(report: ModelReport) -> bytes:
             right.plot(columns[:, mine].mean(1).clamp_min(1e-9).numpy(), middles, color=colour, label=name)
         right.set_xscale("log")
         right.legend(fontsize=8)
+    left.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     left.set_xlabel("layer, in the order of the names")
     left.set_ylabel("|w| over the root mean square, power of two")
     right.set_xlabel("share of the weights")
@@ -261,7 +290,7 @@ def draw_weights(report: ModelReport) -> bytes:
 
 def draw_outliers(report: ModelReport) -> bytes:
     """How far the largest weight stands out, and how far the largest input channel."""
-    figure = _figure(10, 3.6)
+    figure = _figure(12, 3.6)
     left, right = figure.subplots(1, 2)
     _by_layer(
         left, report, [layer.weights.largest_over_rms for layer in report.layers], "largest |w| / root mean square"
@@ -275,18 +304,19 @@ def draw_bytes(report: ModelReport) -> bytes:
     figure = _figure(10, 2.2)
     axes = figure.subplots()
     totals = report.by_format()
+    word, unit = unit_of(max(report.bytes_before, report.bytes_after))
     for place, (key, whole) in enumerate((("bytes_before", report.bytes_before), ("bytes_after", report.bytes_after))):
         start = 0.0
         for name, colour in _colours(report).items():
-            width = totals[name][key] / 2**30
+            width = totals[name][key] / unit
             axes.barh(place, width, left=start, color=colour, label=name if place == 0 else None)
             start += width
-        axes.barh(place, whole / 2**30 - start, left=start, color="0.75", label="not quantized" if place == 0 else None)
-        axes.annotate(f" {size(whole)}", (whole / 2**30, place), va="center", fontsize=8)
+        axes.barh(place, whole / unit - start, left=start, color="0.75", label="not quantized" if place == 0 else None)
+        axes.annotate(f" {size(whole)}", (whole / unit, place), va="center", fontsize=8)
     axes.set_yticks([0, 1], ["before", "after"])
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel("GiB")
+    axes.set_xlabel(word)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return _png(figure)
 

@@ -147,7 +147,8 @@ def _split(text: str) -> list[str]:
 
 def _parse_rule(text: str) -> Rule:
     found = re.fullmatch(r"(?P<pattern>.+)=\s*(?P<format>\w+)\s*(\((?P<options>[^()]*)\))?", text)
-    if found is None:
+    unclosed = found and "=" in found["pattern"] and not found["pattern"].startswith("re:")  # a=int8(group_size=32
+    if found is None or unclosed:
         raise UnsupportedError(
             f"a rule is PATTERN=FORMAT or PATTERN=FORMAT(option=value;option=value), got {text!r}; "
             "for example 'blocks.*.attn.*=int8', 're:.*mlp[.]fc2=w4a8(group_size=32)', 'head=none'"

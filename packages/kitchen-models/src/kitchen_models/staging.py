@@ -8,7 +8,6 @@ into place, the index last, so that a name which a reader asks for is complete o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -21,7 +20,8 @@ import torch
 
 from kitchen_core.errors import FormatError, KitchenError
 
-from .writer import Planned, SafetensorsWriter, _sync_folder, layout, writable_target
+from .systems import BINARY, allocated, fcntl, sync_data, sync_folder, try_lock, unlock
+from .writer import Planned, SafetensorsWriter, layout, writable_target
 
 log = logging.getLogger("kitchen")
 
@@ -45,7 +45,7 @@ class Stage:
         self.target, self.work, self.files = target, work, files
         self.done: set[str] = set()  # tensors whose data an earlier run, or this one, brought to the disk
         self.remarks: list[str] = []  # what this run, and those that it goes on with, had to say about tensors
-        self.publishing = False
+        self.publishing = self.removed = False
         self._home = {p.name: file.name for file in files for p in file.planned}
         self._descriptors: dict[str, int] = {}
         self._writers: dict[str, SafetensorsWriter] = {}
@@ -77,7 +77,7 @@ class Stage:
     def sync(self) -> None:
         """Bring what was written to the disk, then into the journal."""
         for descriptor in self._descriptors.values():
-            os.fdatasync(descriptor)
+            sync_data(descriptor)
         self._note(*self._unsynced)
         self.done.update(line for line in self._unsynced if isinstance(line, str))
         self._unsynced, self._bytes = [], 0
@@ -108,7 +108,7 @@ class Stage:
             fresh = not path.exists()
             if fresh:
                 self.done -= {p.name for p in file.planned}
-            descriptor = self._descriptors[file.name] = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+            descriptor = self._descriptors[file.name] = os.open(path, os.O_CREAT | os.O_RDWR | BINARY, 0o666)
             self._writers[file.name] = writer = SafetensorsWriter(descriptor, file.planned, file.metadata)
             writer.skip(self.done)
         if self.done:
@@ -149,8 +149,9 @@ class Stage:
             for file in self.files:
                 self._writers[file.name].finish()
                 os.fsync(self._descriptors[file.name])
-            _sync_folder(self.work)
+            sync_folder(self.work)
             self._note(PUBLISHING)
+            self.close()  # Windows renames no open file
         for file in self.files:
             if (self.work / file.name).exists():
                 os.replace(self.work / file.name, self._final(file.name))
@@ -161,7 +162,7 @@ class Stage:
                 stream.flush()
                 os.fsync(stream.fileno())
             os.replace(path, self.target)
-        _sync_folder(self.target.parent)
+        sync_folder(self.target.parent)
 
     def close(self) -> None:
         """Close all files; what is in the folder stays."""
@@ -171,10 +172,12 @@ class Stage:
 
     def remove(self) -> None:
         """Delete the hidden folder; what says that it is ours goes last."""
+        self.close()
         for path in self.work.iterdir():
             if path.name not in ("fingerprint", "lock"):
                 path.unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
+        self.removed = True
 
 
 @contextlib.contextmanager
@@ -211,7 +214,9 @@ def staging(target: Path, files: list[FilePlan], fingerprint: str) -> Iterator[S
         ) from error
     finally:
         stage.close()
-        os.close(lock)
+        unlock(lock)
+        if stage.removed:
+            _remove_locked(work)
 
 
 def _lock(work: Path, target: Path) -> int:
@@ -222,32 +227,39 @@ def _lock(work: Path, target: Path) -> int:
         try:
             work.mkdir(exist_ok=True)
             try:
-                lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR, 0o666)
+                lock = os.open(work / "lock", os.O_CREAT | os.O_RDWR | BINARY, 0o666)
             except FileNotFoundError:  # another run has just removed the folder
                 continue
         except OSError as error:
             raise FormatError(
                 f"cannot write in {str(target.parent)!r}: {error.strerror}; choose another folder"
             ) from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(lock):
             os.close(lock)
-            raise FormatError(f"another run is writing {str(target)!r}; wait for it, or give another OUT") from error
-        except OSError:
-            pass  # a file system without locks: then nothing keeps two runs apart
+            raise FormatError(f"another run is writing {str(target)!r}; wait for it, or give another OUT")
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(work / "lock")):
                 _refuse_strange(work, lock)
                 return lock
-        os.close(lock)  # locked, and its folder is gone: another run ended between the two calls
+        unlock(lock)  # locked, and its folder is gone: another run ended between the two calls
+
+
+def _remove_locked(work: Path) -> None:
+    """Windows deletes no open file, so there the lock and its folder go last.
+
+    Nothing is taken from a run that has begun since: its lock is open, and a folder that has anything in it stays.
+    """
+    if fcntl is None:
+        with contextlib.suppress(OSError):
+            (work / "lock").unlink()
+            work.rmdir()
 
 
 def _refuse_strange(work: Path, lock: int) -> None:
     """A folder of ours has a fingerprint as long as there is anything else."""
     there = sorted({path.name for path in work.iterdir()} - {"lock"})
     if there and "fingerprint" not in there:
-        os.close(lock)
+        unlock(lock)
         raise FormatError(
             f"{str(work)!r} holds {there[0]!r} and was not made by an earlier run; move it away, or give another OUT"
         )
@@ -264,7 +276,7 @@ def _refuse_present(target: Path, files: list[FilePlan]) -> None:
 
 def _check_space(target: Path, files: list[FilePlan], work: Path) -> None:
     size = sum(layout(file.planned, file.metadata)[2] for file in files)
-    there = sum(os.stat(work / file.name).st_blocks * 512 for file in files)
+    there = sum(allocated(work / file.name) for file in files)
     free = shutil.disk_usage(target.parent).free
     if size - there > free:
         raise FormatError(

@@ -15,7 +15,7 @@ from kitchen_core.errors import FormatError
 
 from .calibrations import Calibrations, load_calibration
 from .checkpoint import load_layer
-from .console import print_table, size
+from .console import counted, print_table, size
 from .dialect import MARKER, StoredLayer, find_layers, refuse_unmarked
 from .files import Checkpoint, TensorInfo, printable
 
@@ -204,17 +204,16 @@ def render(result: Verification) -> None:
     columns = ["layer", "format", "relative L2", "max abs", "before", "after"]
     print_table(columns, rows, right=columns[2:])
     print(
-        f"{len(result.layers)} layers differ, {result.identical} plain tensors are identical; relative L2 over all "
-        f"quantized weights {result.relative_l2:.3e}, worst layer {result.worst:.3e}"
+        f"{counted(len(result.layers), 'layer')} changed, {counted(result.identical, 'plain tensor')} identical; relative L2 "
+        f"over all quantized weights {result.relative_l2:.3e}, worst layer {result.worst:.3e}"
     )
     for words, names in (
         ("missing in the quantized file", result.missing),
         ("only in the quantized file", result.added),
     ):
         if names:
-            print(
-                f"{len(names)} tensors {words}: {', '.join(map(printable, names[:5]))}{', ...' if len(names) > 5 else ''}"
-            )
+            more = ", ..." if len(names) > 5 else ""
+            print(f"{counted(len(names), 'tensor')} {words}: {', '.join(map(printable, names[:5]))}{more}")
 
 
 def plot(result: Verification, path: str | os.PathLike[str]) -> None:

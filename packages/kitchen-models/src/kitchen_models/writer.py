@@ -17,6 +17,7 @@ import torch
 from kitchen_core.errors import FormatError, UnsupportedError
 
 from .files import DTYPE_BITS, FILE_DTYPES, MAX_HEADER
+from .systems import BINARY, sync_folder, write_at
 
 
 class Planned(NamedTuple):
@@ -51,7 +52,7 @@ class SafetensorsWriter:
         self._planned = {p.name: p for p in sorted(planned, key=lambda p: -DTYPE_BITS[p.dtype])}
         header, self._begin, self.file_bytes = layout(self._planned.values(), metadata)
         self._missing = set(self._planned)
-        self._write(memoryview(header), 0)
+        write_at(descriptor, memoryview(header), 0)
 
     @property
     def descriptor(self) -> int:
@@ -66,14 +67,14 @@ class SafetensorsWriter:
                 f"{name!r} was planned as {wanted.dtype} {list(wanted.shape)}, got {made.dtype} {made.shape}"
             )
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._write(memoryview(data), self._begin[name])
+        write_at(self._descriptor, memoryview(data), self._begin[name])
         self._missing.discard(name)
 
     def put_blocks(self, name: str, blocks: Iterable[bytes]) -> None:
         """Write one tensor from its bytes."""
         position = self._begin[name]
         for block in blocks:
-            self._write(memoryview(block), position)
+            write_at(self._descriptor, memoryview(block), position)
             position += len(block)
         if position - self._begin[name] != self._planned[name].nbytes:
             raise FormatError(f"{name!r} takes {self._planned[name].nbytes} bytes, got {position - self._begin[name]}")
@@ -92,11 +93,6 @@ class SafetensorsWriter:
         if self._missing:
             raise FormatError(f"{len(self._missing)} tensors were planned and not written: {sorted(self._missing)[:3]}")
         os.ftruncate(self._descriptor, self.file_bytes)
-
-    def _write(self, data: memoryview, position: int) -> None:
-        while data:
-            count = os.pwrite(self._descriptor, data[: 64 << 20], position)
-            data, position = data[count:], position + count
 
 
 def layout(planned: Iterable[Planned], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
@@ -122,9 +118,23 @@ def layout(planned: Iterable[Planned], metadata: dict[str, str]) -> tuple[bytes,
     return struct.pack("<Q", len(text)) + text, {n: start + o for n, o in offsets.items()}, start + position
 
 
+def hidden_name(target: Path) -> Path:
+    """A new name beside ``target`` for what is not whole yet."""
+    return target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
+
+
 def writable_target(path: Path) -> Path:
     """The file behind ``path``, links followed. Raises FormatError where no file can be made there."""
     target = Path(os.path.realpath(path))
+    for name in (target, hidden_name(target)):
+        try:
+            os.lstat(name)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a name that is too long, or becomes so while it is hidden
+            raise FormatError(f"cannot write {str(path)!r}: {error.strerror}; give another OUT") from error
+    if target.is_symlink():
+        raise FormatError(f"cannot write {str(path)!r}: it is a link that leads back to itself; remove it")
     if target.is_dir():
         raise FormatError(f"cannot write {str(path)!r}: it is a folder; name a file in it")
     if not target.parent.is_dir():
@@ -150,7 +160,7 @@ def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) ->
         raise FormatError(
             f"{str(path)!r} will take {size} bytes and its disk has {free} free; free space or write elsewhere"
         )
-    hidden = target.parent / f".{target.name}.{secrets.token_hex(6)}.partial"
+    hidden = hidden_name(target)
     descriptor, named = _create(target.parent, hidden)
     try:
         writer = SafetensorsWriter(descriptor, planned, metadata)
@@ -159,12 +169,15 @@ def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) ->
         os.fsync(descriptor)
         if not named:
             _give_name(descriptor, hidden)
+        os.close(descriptor)  # first: Windows renames no open file
+        descriptor = None
         os.replace(hidden, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise FormatError(f"cannot write {str(path)!r}: {error.strerror or error}; nothing was left there") from error
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         hidden.unlink(missing_ok=True)
 
 
@@ -182,7 +195,7 @@ def _create(folder: Path, hidden: Path) -> tuple[int, bool]:
                 os.close(probe)
             return os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o666), False
     try:
-        return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
+        return os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR | BINARY, 0o666), True
     except OSError as error:
         raise FormatError(f"cannot write in {str(folder)!r}: {error.strerror}; choose another folder") from error
 
@@ -190,11 +203,3 @@ def _create(folder: Path, hidden: Path) -> tuple[int, bool]:
 def _give_name(descriptor: int, path: Path) -> None:
     # NOTE: only with a dir_fd does os.link follow the link in /proc; the path is absolute, so its value has no meaning.
     os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
