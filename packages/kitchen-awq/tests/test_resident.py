@@ -23,6 +23,15 @@ def quantized(n: int = N, k: int = K, dtype: torch.dtype = torch.bfloat16, **opt
     return QuantizedTensor.quantize(torch.randn(n, k, dtype=dtype), "awq_w4a16", **options)
 
 
+def in_storage(weight: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
+    """The weight, and the memory of its codes."""
+    return weight, weight.qdata.view(torch.uint8).flatten()
+
+
+def layer_of(weight: QuantizedTensor) -> QuantizedLinear:
+    return QuantizedLinear(weight.inner(), weight.format, weight.config, None, weight.dtype)
+
+
 def pair(**options) -> tuple[QuantizedTensor, QuantizedTensor]:
     """A weight, and the same in the resident order."""
     stored = quantized(**options)
@@ -63,8 +72,8 @@ def test_every_nibble_lies_where_the_module_says():
 
 
 def test_the_callers_buffer_is_ordered_and_its_object_kept():
-    weight = quantized()
-    storage, dense = weight.qdata.view(torch.uint8).flatten(), weight.dequantize()
+    weight, storage = in_storage(quantized())
+    dense = weight.dequantize()
     before = storage.clone()
     made, reason = optimize_for_decode(weight, storage)
     assert made is weight
@@ -163,3 +172,86 @@ def test_wrong_arguments_are_named():
         optimize_for_decode(weight, codes[1:])
     with pytest.raises(UnsupportedError, match="must be the memory of qdata"):
         optimize_for_decode(weight, codes.clone())
+
+
+@pytest.mark.parametrize("as_layer", [False, True])
+def test_inference_tensors_are_re_laid_in_place_outside_that_mode(as_layer):
+    with torch.inference_mode():
+        weight, storage = in_storage(quantized())
+        dense = weight.dequantize()
+    if as_layer:
+        weight = layer_of(weight)
+    before = storage.clone()
+    assert optimize_for_decode(weight, storage).reason is None
+    assert storage.is_inference()
+    assert not torch.equal(storage, before)
+    assert torch.equal(weight.dequantize(), dense)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_fails_midway_leaves_the_weight_as_it_was(monkeypatch, error):
+    weight, storage = in_storage(quantized())
+    before, config, inner, calls, move = storage.clone(), weight.config, dict(weight.inner()), [], resident._ordered
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return move(*args)
+
+    monkeypatch.setattr(resident, "STRIP_BYTES", 1)
+    monkeypatch.setattr(resident, "_ordered", failing)
+    with pytest.raises(error):
+        optimize_for_decode(weight, storage)
+    assert torch.equal(storage, before)
+    assert weight.config == config
+    assert all(weight.inner()[name] is tensor for name, tensor in inner.items())
+
+
+def test_a_divided_weight_says_so_and_stays():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        layer = layer_of(quantized())
+        whole = torch.distributed.tensor.distribute_tensor(layer.weight.data, mesh)
+        layer.weight = torch.nn.Parameter(whole, requires_grad=False)
+        config, held = layer.config, layer.weight
+        assert "divided over devices" in optimize_for_decode(layer).reason
+        assert layer.config == config
+        assert layer.weight is held
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_derivatives_of_torch_func_are_those_of_the_stored_weight():
+    x, tangent = torch.randn(2, K).to(torch.bfloat16), torch.randn(2, K).to(torch.bfloat16)
+    found = []
+    for weight in pair():
+
+        def f(x, w=weight):
+            return w.linear(x).square().sum()
+
+        def jvp(t, f=f):
+            return torch.func.jvp(f, (x,), (t,))[1]
+
+        found.append((torch.func.jacfwd(f)(x), torch.func.vmap(jvp)(tangent.expand(3, -1, -1)), torch.func.grad(f)(x)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_compiled_gradient_is_that_of_the_stored_weight():
+    found = []
+    for weight in pair():
+        x = torch.ones(3, K, dtype=torch.bfloat16).requires_grad_()
+        torch.compile(lambda x, w=weight: w.linear(x), fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_layer_with_a_lora_and_a_storage_that_is_no_tensor_are_refused_by_name():
+    weight, _ = in_storage(quantized())
+    with pytest.raises(UnsupportedError, match=r"uint8 tensor, the bytes of qdata.*, got bytearray"):
+        optimize_for_decode(weight, bytearray(8))
+    layer = layer_of(quantized())
+    layer.__dict__["_kitchen_loras"] = object()  # as kitchen_models.lora does
+    with pytest.raises(UnsupportedError, match="has a LoRA attached: optimize before attaching, or merge it"):
+        optimize_for_decode(layer)

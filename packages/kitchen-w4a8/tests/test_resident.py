@@ -39,6 +39,15 @@ def in_storage(weight: QuantizedTensor) -> tuple[QuantizedTensor, torch.Tensor]:
     return QuantizedTensor(tensors, weight.format, weight.config, weight.dtype), storage
 
 
+def layer_of(weight: QuantizedTensor) -> QuantizedLinear:
+    return QuantizedLinear(weight.inner(), weight.format, weight.config, None, weight.dtype)
+
+
+def with_raw_scales(weight: QuantizedTensor) -> QuantizedTensor:
+    tensors = {**weight.inner(), "s_rel": weight.s_rel.view(torch.uint8)}
+    return QuantizedTensor(tensors, weight.format, weight.config, weight.dtype)
+
+
 def pair(name: str, **options) -> tuple[QuantizedTensor, QuantizedTensor]:
     """A weight, and the same in the resident layout."""
     stored = quantized(name, **options)
@@ -207,11 +216,14 @@ def test_a_merge_keeps_the_layout_and_gives_the_same_codes(name, seed):
     assert_stored_alike(pickle.loads(pickle.dumps(merged)), stored.requantize(dense, seed=seed))
 
 
-def test_a_stored_and_a_resident_weight_are_not_copied_into_each_other():
+def test_a_copy_between_a_stored_and_a_resident_weight_leaves_a_stored_one():
     stored, made = pair("asym_w4a8_int8")
-    with pytest.raises(UnsupportedError, match="same format, config"):
-        made.copy_(stored)
-    made.clone().copy_(made)
+    other = stored.requantize(torch.randn(N, K))
+    assert_stored_alike(made.clone().copy_(other), other)
+    assert_stored_alike(other.copy_(made), stored)
+    again = made.clone().copy_(made)
+    assert again.config == made.config
+    assert torch.equal(again.qdata, made.qdata)
 
 
 # --------------------------------------------------------------------------------------------------------- layers
@@ -284,6 +296,7 @@ def test_a_layer_merges_in_its_layout(layers):
         (lambda: quantized("asym_w4a8_int8", group_size=8), "takes groups of 16, 32"),
         (lambda: quantized("asym_w4a8_int8", group_size=512), "the weight has 512"),
         (lambda: quantized("asym_w4a8_int8", scale_dtype="float32"), "takes e4m3 scales"),
+        (lambda: with_raw_scales(quantized("w6a8_int8")), "s_rel is uint8"),
         (lambda: quantized("asym_w4a8_int8", levels="asymmetric"), "takes a correction"),
         (lambda: quantized("asym_w4a8_int8").t(), "transposed view"),
         (lambda: quantized("asym_w4a8_int8").to("meta"), "meta device"),
@@ -326,3 +339,86 @@ def test_uniform_levels_have_no_table():
     stored, made = pair("asym_w4a8_int8", levels="uniform")
     x = torch.randn(2, K)
     assert kc.QuantizedTensor.linear(made, x).equal(stored.linear(x))
+
+
+@pytest.mark.parametrize("as_layer", [False, True])
+def test_inference_tensors_are_re_laid_in_place_outside_that_mode(as_layer):
+    with torch.inference_mode():
+        weight, storage = in_storage(quantized("w6a8_int8"))
+        dense = weight.dequantize()
+    if as_layer:
+        weight = layer_of(weight)
+    before = storage.clone()
+    assert optimize_for_decode(weight, storage).reason is None
+    assert storage.is_inference()
+    assert not torch.equal(storage, before)
+    assert torch.equal(weight.dequantize(), dense)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_what_fails_midway_leaves_the_weight_as_it_was(monkeypatch, error):
+    weight, storage = in_storage(quantized("w6a8_int8"))
+    before, config, inner, calls, move = storage.clone(), weight.config, dict(weight.inner()), [], resident._records
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        return move(*args)
+
+    monkeypatch.setattr(resident, "STRIP_BYTES", 1)
+    monkeypatch.setattr(resident, "_records", failing)
+    with pytest.raises(error):
+        optimize_for_decode(weight, storage)
+    assert torch.equal(storage, before)
+    assert weight.config == config
+    assert all(weight.inner()[name] is tensor for name, tensor in inner.items())
+
+
+def test_a_divided_weight_says_so_and_stays():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        layer = layer_of(quantized("w6a8_int8"))
+        whole = torch.distributed.tensor.distribute_tensor(layer.weight.data, mesh)
+        layer.weight = torch.nn.Parameter(whole, requires_grad=False)
+        config, held = layer.config, layer.weight
+        assert "divided over devices" in optimize_for_decode(layer).reason
+        assert layer.config == config
+        assert layer.weight is held
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_derivatives_of_torch_func_are_those_of_the_stored_weight():
+    x, tangent = torch.randn(2, K), torch.randn(2, K)
+    found = []
+    for weight in pair("asym_w4a8_int8"):
+
+        def f(x, w=weight):
+            return w.linear(x).square().sum()
+
+        def jvp(t, f=f):
+            return torch.func.jvp(f, (x,), (t,))[1]
+
+        found.append((torch.func.jacfwd(f)(x), torch.func.vmap(jvp)(tangent.expand(3, -1, -1)), torch.func.grad(f)(x)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_compiled_gradient_is_that_of_the_stored_weight():
+    found = []
+    for weight in pair("asym_w4a8_int8"):
+        x = torch.ones(3, K).requires_grad_()
+        torch.compile(lambda x, w=weight: w.linear(x), fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_layer_with_a_lora_and_a_storage_that_is_no_tensor_are_refused_by_name():
+    weight, _ = in_storage(quantized("w6a8_int8"))
+    with pytest.raises(UnsupportedError, match=r"uint8 tensor, the bytes of qdata.*, got bytearray"):
+        optimize_for_decode(weight, bytearray(8))
+    layer = layer_of(quantized("w6a8_int8"))
+    layer.__dict__["_kitchen_loras"] = object()  # as kitchen_models.lora does
+    with pytest.raises(UnsupportedError, match="has a LoRA attached: optimize before attaching, or merge it"):
+        optimize_for_decode(layer)

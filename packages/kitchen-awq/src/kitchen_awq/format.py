@@ -85,7 +85,7 @@ class AWQFormat(Format):
     def requantize(cls, tensors: Tensors, config: AWQConfig, weight: torch.Tensor, seed: int = 0) -> Tensors:
         """As every format, in the order in which the codes lie."""
         made = cls.quantize(weight, config, seed=seed)
-        return cls.lay_resident(made, config, in_place=True)[0] if cls.is_resident(config) else made
+        return cls.lay_resident(made, config, in_place=False)[0] if cls.is_resident(config) else made
 
     @classmethod
     def is_resident(cls, config: AWQConfig) -> bool:
@@ -95,8 +95,11 @@ class AWQFormat(Format):
     @classmethod
     def lay_resident(cls, tensors: Tensors, config: AWQConfig, in_place: bool) -> tuple[Tensors, AWQConfig]:
         """Stored tensors and their config in the resident order: the codes in their own memory, or in new."""
-        codes = tensors["qdata"] if in_place else tensors["qdata"].clone(memory_format=torch.contiguous_format)
-        resident.pack_(codes)
+        codes = tensors["qdata"]
+        if in_place:
+            resident.pack_(codes)
+        else:
+            codes = resident.pack(codes)
         return {**tensors, "qdata": codes}, ResidentAWQConfig(config.group_size)
 
     @classmethod

@@ -23,6 +23,7 @@ class Optimized(NamedTuple):
     reason: str | None
 
 
+@torch.compiler.disable
 def optimize_for_decode(weight: QuantizedTensor | QuantizedLinear, storage: torch.Tensor | None = None) -> Optimized:
     """Order the codes of an AWQ weight anew for ``linear`` with few rows of x, which then multiplies x as it lies in memory.
 
@@ -32,17 +33,24 @@ def optimize_for_decode(weight: QuantizedTensor | QuantizedLinear, storage: torc
     weights that mostly see few rows. Nothing of it is saved: pickling, ``torch.save`` and ``state_dict`` give what is stored,
     and a layer that loads a state dict (or is copied by ``copy.deepcopy``, which pickles it) holds that again.
 
+    Two weights that share memory must not both be ordered in place; a backward of a forward that was made before reads the
+    moved codes; and stored codes that are put into a weight by other ways than ``load_state_dict`` (``functional_call``,
+    ``.data``) are not recognised as such.
+
     Shapes: weight [N, K]; storage N * K / 2 bytes.
     Dtypes and units: storage uint8.
     Layout: storage is contiguous, aligned to 16 bytes, on the weight's device, and the memory of ``weight.qdata``; its bytes
-        are moved in place. Without one, new memory is taken, and the old is free once nobody holds it. In both cases some
-        100 MB are needed besides, for the time of the call.
+        are moved in place. Without one, new memory is taken, and the old is free once nobody holds it. In both cases the codes
+        lie in memory twice and some 100 MB are needed besides, for the time of the call; what fails in it (memory that does
+        not suffice) leaves the weight as it was.
     Returns: the same object, and the reason where it cannot be ordered so: it is unchanged then.
     Raises: UnsupportedError for another format, or a storage that does not hold the codes.
     Devices: any; on a GPU that has no kernel for the order the weight stays as it is.
     Source: docs/formats/awq_w4a16.md.
     """
     is_weight = isinstance(weight, (QuantizedTensor, QuantizedLinear))
+    if is_weight and "_kitchen_loras" in vars(weight):
+        raise UnsupportedError("the layer has a LoRA attached: optimize before attaching, or merge it")
     if not is_weight or not issubclass(weight.format, AWQFormat):
         found = weight.format.name if is_weight else type(weight).__name__
         raise UnsupportedError(
@@ -65,6 +73,9 @@ def why_not(weight: QuantizedTensor | QuantizedLinear) -> str | None:
         return "it is in the resident order already"
     if isinstance(weight, QuantizedTensor) and weight.transposed:
         return "it is a transposed view: order the weight that it is a view of"
+    held = weight.parameters() if isinstance(weight, QuantizedLinear) else tensors.values()
+    if any(hasattr(tensor, "to_local") for tensor in held):  # DTensors
+        return "it is divided over devices: optimize before, or leave it as stored"
     n, k = AWQFormat.shape(tensors, config)
     if n % 8 or k % resident.COLUMNS:
         return f"the order needs N a multiple of 8 and K of {resident.COLUMNS}, the weight is [{n}, {k}]"
@@ -85,6 +96,10 @@ def why_not(weight: QuantizedTensor | QuantizedLinear) -> str | None:
 
 
 def _check_storage(codes: torch.Tensor, storage: torch.Tensor) -> None:
+    if not isinstance(storage, torch.Tensor):
+        raise UnsupportedError(
+            f"storage must be a contiguous uint8 tensor, the bytes of qdata, got {type(storage).__name__}"
+        )
     if (
         storage.dtype != torch.uint8
         or storage.dim() != 1

@@ -18,22 +18,32 @@ STRIP_BYTES = 16 << 20  # of codes that are moved at once
 
 
 def pack_(codes: torch.Tensor) -> None:
-    """int8 [N, K/2] in the stored order, contiguous: put into the resident order, in place."""
-    _replace_(codes, _ordered)
+    """int8 [N, K/2] in the stored order, contiguous: put into the resident order, in place.
+
+    They are written at once, when all is made: whatever fails before leaves them as they are.
+    """
+    made = pack(codes)
+    with torch.inference_mode(codes.is_inference()):  # such tensors are written in that mode only
+        codes.copy_(made)
+
+
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [N, K/2] in the stored order: a new tensor in the resident one."""
+    return _moved(codes, _ordered)
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
     """int8 [N, K/2] in the resident order: a new tensor in the stored one."""
-    stored = codes.clone(memory_format=torch.contiguous_format)
-    _replace_(stored, _stored)
-    return stored
+    return _moved(codes, _stored)
 
 
-def _replace_(codes: torch.Tensor, function) -> None:
+def _moved(codes: torch.Tensor, function) -> torch.Tensor:
+    made = torch.empty_like(codes, memory_format=torch.contiguous_format)
     rows = max(1, STRIP_BYTES // max(1, codes.shape[1]))
     for start in range(0, codes.shape[0], rows):
         strip = codes[start : start + rows]
-        strip.copy_(function(strip.view(torch.uint8)).view(torch.int8).reshape(strip.shape))
+        made[start : start + rows] = function(strip.view(torch.uint8)).view(torch.int8).reshape(strip.shape)
+    return made
 
 
 def _ordered(stored: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,9 @@ def linear(
         weight_dtype,
     )  # fmt: skip
     if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
-        return ops.awq_linear(x, unpack(codes), *rest)
+        with torch._C._DisableFuncTorch():  # the weight is no part of a transform of torch.func
+            stored = unpack(codes)
+        return ops.awq_linear(x, stored, *rest)
     return torch.ops.kitchen.awq_resident_linear.default(x, codes, *rest)
 
 

@@ -120,8 +120,8 @@ class QuantizedLinear(nn.Linear):
             tensor = tensors.get(spec.name)
             if tensor is None:
                 self._parameters.pop(spec.key, None)
-            elif tensor is not self._parameters.get(spec.key):
-                self._parameters[spec.key] = nn.Parameter(tensor, requires_grad=False)
+            else:  # another parameter always: who remembers the old one, as offloading does, sees the change
+                self._parameters[spec.key] = nn.Parameter(tensor.detach(), requires_grad=False)
         self.config = config
         return self
 
@@ -139,7 +139,9 @@ class QuantizedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         tensors, config = self._stored()
-        held = self._parameters if config == self.config else {**self._parameters, **tensors}
+        held = dict(self._parameters)
+        if config != self.config:
+            held |= {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
         present, hidden = hide_float8({k: p for k, p in held.items() if p is not None})
         return {**self.__dict__, "config": config, "_parameters": {**held, **present}, "_hidden_float8": hidden}
 
@@ -191,7 +193,9 @@ class QuantizedLinear(nn.Linear):
         """Accept every spelling and packing that the format reads; refuse a marker that says another config. A weight in a
         resident layout is held as stored from then on.
         """
-        self.relay_(*self.format.stored(self.inner(), self.config))
+        tensors, config = self.format.stored(self.inner(), self.config)
+        if config != self.config:
+            self.relay_(tensors, config)
         found = self.format.from_state_dict(state_dict, prefix)
         for spec in self.format.tensors:
             for key in (spec.key, *spec.aliases):
@@ -224,7 +228,8 @@ class QuantizedLinear(nn.Linear):
             return
         shapes = {name: tuple(t.shape) for name, t in self.inner().items()}
         found = get_format(marker.get("format", self.format.name))
-        config = found.config_from_marker(marker, shapes) if found is self.format else None
+        own = getattr(self.format, "base", self.format)  # with a LoRA attached the format is one of its own
+        config = found.config_from_marker(marker, shapes) if found is own else None
         if config != self.config:
             raise FormatError(
                 f"layer {prefix.rstrip('.')!r}: the file says {marker}, the module was made for {self.format.name} with "

@@ -347,8 +347,14 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
             f"copy_ into a quantized weight takes a quantized weight ({self._format.name}), got a dense "
             f"{list(source.shape)} tensor; use weight.requantize(dense)"
         )
-    same = source._format is self._format and source.config == self.config and source.transposed == self.transposed
-    mine, theirs = self.inner(), source.inner()
+    theirs, config = source.inner(), source.config
+    if source._format is self._format and config != self.config:  # one of them may be in a resident layout
+        theirs, config = self._format.stored(theirs, config)
+        mine, own = self._format.stored(self.inner(), self.config)
+        if own == config != self.config:
+            self.relay_(mine, own)
+    same = source._format is self._format and config == self.config and source.transposed == self.transposed
+    mine = self.inner()
     if not same or {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in theirs.items()}:
         raise UnsupportedError(
             f"copy_ needs the same format, config and shapes; got {source!r} for {self!r}. Assign the parameter instead"

@@ -385,7 +385,9 @@ def _restore(layer: nn.Module, held: _Held) -> None:
     if not isinstance(layer, QuantizedLinear):
         layer.__class__ = nn.Linear
         return
-    layer.format, layer.config = held.format, held.config
+    layer.format = held.format
+    if held.branch:  # the config has another rank; otherwise it may have changed since, with the layout of the weight
+        layer.config = held.config
     for key, tensor in held.branch.items():
         layer._parameters[key] = nn.Parameter(tensor.to(layer.weight.device), requires_grad=False)
 

@@ -117,9 +117,15 @@ def divided_dims(format: type[Format], config: Any, tensors: Tensors, what: str)
 
 
 def check_split(layer: QuantizedLinear, what: str, parts: int) -> dict[str, int | None]:
-    """The dims of ``divided_dims``. Raises UnsupportedError where a layer cannot be divided into that many parts."""
+    """The dims of ``divided_dims``. Raises UnsupportedError where a layer cannot be divided into that many parts.
+
+    A weight in a resident layout, which cannot be cut, is held as stored from then on.
+    """
     if isinstance(layer, DividedLinear):
         raise UnsupportedError(f"the layer's {layer.what} are divided already, over {layer.parts} ranks")
+    stored, config = layer.format.stored(layer.inner(), layer.config)
+    if config != layer.config:
+        layer.relay_(stored, config)
     tensors, format = layer.inner(), layer.format
     n, k = layer.out_features, layer.in_features
     dims = divided_dims(format, layer.config, tensors, what)
@@ -306,6 +312,12 @@ class DividedLinear(QuantizedLinear):
         if self.bias is not None:
             self._parameters["bias"] = nn.Parameter(self.bias.detach().to(probe.dtype), requires_grad=False)
         return self
+
+    def relay_(self, tensors: Tensors, config: Any) -> QuantizedLinear:
+        """Refused: the parts are what they are."""
+        raise UnsupportedError(
+            "a divided layer cannot be laid out anew; do so before it is divided, or leave it as stored"
+        )
 
     def extra_repr(self) -> str:
         """As QuantizedLinear, and what is divided."""

@@ -166,10 +166,13 @@ class _Int8GridFormat(Format):
         n, k = cls.shape(tensors, config)
         if storage is None:
             storage = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in ("qdata", "s_rel")])
-        resident.pack(storage, resident.Shape(n, k, cls.bits, config.group_size))
         kept = {name: t for name, t in tensors.items() if name not in ("qdata", "s_rel")}
-        made = cls.ResidentConfig(**vars(config), out_features=n, in_features=k)
-        return {"qdata": storage.view(torch.int8), **kept}, made
+        laid = (
+            {"qdata": storage.view(torch.int8), **kept},
+            cls.ResidentConfig(**vars(config), out_features=n, in_features=k),
+        )
+        resident.pack(storage, resident.Shape(n, k, cls.bits, config.group_size))  # last: nothing may fail after it
+        return laid
 
     @classmethod
     def resident_shape(cls, config: Any) -> resident.Shape:

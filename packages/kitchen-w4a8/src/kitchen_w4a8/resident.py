@@ -44,13 +44,16 @@ class Shape(NamedTuple):
 def pack(buffer: torch.Tensor, shape: Shape) -> None:
     """``buffer``, uint8 [N * row_bytes], holds the codes and behind them the scales: re-lay them in place.
 
-    Beside the buffer it needs a copy of the scales and of one strip.
+    It is written at once, when all records are made: whatever fails before leaves it as it is.
     """
-    scales = buffer[shape.n * shape.code_bytes :].view(shape.n, -1).clone()
-    # From the end: the records of a strip are longer than its codes, and reach into codes that have been moved already.
-    for start, stop in reversed(_strips(shape)):
-        codes = buffer[start * shape.code_bytes : stop * shape.code_bytes].view(stop - start, -1).clone()
-        buffer[start * shape.row_bytes : stop * shape.row_bytes] = _records(codes, scales[start:stop], shape)
+    codes, scales = buffer.split((shape.n * shape.code_bytes, shape.n * shape.k // shape.group))
+    codes, scales = codes.view(shape.n, -1), scales.view(shape.n, -1)
+    made = torch.empty_like(buffer)
+    for start, stop in _strips(shape):
+        records = _records(codes[start:stop], scales[start:stop], shape)
+        made[start * shape.row_bytes : stop * shape.row_bytes] = records
+    with torch.inference_mode(buffer.is_inference()):  # such tensors are written in that mode only
+        buffer.copy_(made)
 
 
 def unpack(buffer: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,8 +42,10 @@ def linear(
 ):  # fmt: skip
     """ops.w4a8_linear of a resident weight; a gradient is that of the stored one."""
     if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+        with torch._C._DisableFuncTorch():  # the weight is no part of a transform of torch.func
+            stored = unpack(records, shape)
         return ops.w4a8_linear(
-            x, *unpack(records, shape), s_channel, codebook, None, bias, out_dtype, shape.group, convrot_groupsize, input_act,
+            x, *stored, s_channel, codebook, None, bias, out_dtype, shape.group, convrot_groupsize, input_act,
             input_act_weight, input_act_eps, residual, residual_scale,
         )  # fmt: skip
     return torch.ops.kitchen.w4a8_resident_linear.default(
