@@ -14,6 +14,7 @@
 #include "quantize_svdquant_w4a4/sm90/project_rows.h"
 #include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
+#include "svdquant_gemm/sm90/packed_gemm.h"
 #include "svdquant_gemm/sm90/stream_gemm.h"
 #include "svdquant_gemm/sm90/svdquant_gemm.h"
 
@@ -57,13 +58,22 @@ svdquant::DecodeParams decode_params(const WeightArguments& weight, const LowArg
   return p;
 }
 
+// Numbers that the quantizer sets to zero for the GEMM behind it: address (0: none) and count.
+using ClearedArguments = std::tuple<uintptr_t, int>;
+
+const ClearedArguments kNoneCleared(0, 0);
+
+void set_cleared(svdquant::QuantizeParams& p, const ClearedArguments& cleared) {
+  p.cleared = pointer<uint32_t>(std::get<0>(cleared)), p.cleared_count = std::get<1>(cleared);
+}
+
 void bind_quantize(py::module_& m) {
   m.def(
       "quantize_svdquant_w4a4",
       [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
          int64_t M, int64_t K, float shift, bool is_unsigned, int form, const WeightArguments& weight,
-         const LowArguments& low, bool beside, int device, uintptr_t stream) {
-        const svdquant::QuantizeParams p = {pointer<const void>(x),
+         const LowArguments& low, bool beside, int device, uintptr_t stream, const ClearedArguments& cleared) {
+        svdquant::QuantizeParams p = {pointer<const void>(x),
                                             x_row_stride,
                                             pointer<const void>(smooth),
                                             pointer<uint8_t>(codes),
@@ -75,6 +85,7 @@ void bind_quantize(py::module_& m) {
                                             code_form(form),
                                             dtype(type),
                                             dtype(smooth_type)};
+        set_cleared(p, cleared);
         const svdquant::DecodeParams decoded = decode_params(weight, low, K);
         svdquant::quantize_svdquant_w4a4(p, std::get<0>(weight) == 0 ? nullptr : &decoded, device,
                                          pointer<CUstream_st>(stream), beside);
@@ -82,6 +93,7 @@ void bind_quantize(py::module_& m) {
       py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
       py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("form"),
       py::arg("weight"), py::arg("low"), py::arg("beside"), py::arg("device"), py::arg("stream"),
+      py::arg("cleared") = kNoneCleared,
       "form: 0 two codes a byte, 1 an e4m3 number each with scales in blocks of 64 rows.");
   m.def(
       "decode_svdquant",
@@ -114,22 +126,27 @@ void bind_quantize(py::module_& m) {
       "quantize_few_rows",
       [](uintptr_t x, int64_t x_row_stride, int type, uintptr_t smooth, int smooth_type, uintptr_t codes, uintptr_t scales,
          int64_t M, int64_t K, float shift, bool is_unsigned, uintptr_t proj_down, int down_type, uintptr_t low, int R,
-         int device, uintptr_t stream) {
-        const svdquant::FewRowsParams p = {
+         int device, uintptr_t stream, const ClearedArguments& cleared) {
+        svdquant::FewRowsParams p = {
             {pointer<const void>(x), x_row_stride, pointer<const void>(smooth), pointer<uint8_t>(codes),
              pointer<void>(scales), M, K, shift, is_unsigned, svdquant::CodeForm::kPacked, dtype(type), dtype(smooth_type)},
             pointer<const void>(proj_down),
             pointer<float>(low),
             R,
             dtype(down_type)};
+        set_cleared(p.quantize, cleared);
         svdquant::quantize_few_rows(p, device, pointer<CUstream_st>(stream));
       },
       py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("smooth"), py::arg("smooth_type"), py::arg("codes"),
       py::arg("scales"), py::arg("M"), py::arg("K"), py::arg("shift"), py::arg("is_unsigned"), py::arg("proj_down"),
-      py::arg("down_type"), py::arg("low"), py::arg("R"), py::arg("device"), py::arg("stream"));
+      py::arg("down_type"), py::arg("low"), py::arg("R"), py::arg("device"), py::arg("stream"), py::arg("cleared") = kNoneCleared);
 }
 
 #if defined(KITCHEN_HAVE_SM75) || defined(KITCHEN_HAVE_SM80) || defined(KITCHEN_HAVE_SM90)
+// Of PackedPlan, of PackedWorkspace, and the pitch of b_scale.
+using PackedArguments = std::tuple<int, int, uintptr_t, uintptr_t, bool, int64_t>;
+const PackedArguments kNotPacked(0, 1, 0, 0, false, 0);
+
 template <class Launch>
 void bind_stream(py::module_& m, const char* name, const Launch& launch) {
   m.def(
@@ -137,7 +154,7 @@ void bind_stream(py::module_& m, const char* name, const Launch& launch) {
       [launch](int64_t M, int64_t N, int64_t K, uintptr_t a, uintptr_t a_scale, uintptr_t b, uintptr_t b_scale,
                int b_scale_type, int R, uintptr_t low, uintptr_t up, int up_type, uintptr_t bias, int bias_type,
                uintptr_t residual, uintptr_t residual_scale, int residual_scale_stride, uintptr_t out, int out_type,
-               bool is_unsigned, bool int4, bool programmatic_launch, int device, uintptr_t stream) {
+               bool is_unsigned, bool int4, bool programmatic_launch, int device, uintptr_t stream, const PackedArguments& packed) {
         svdquant::StreamOperands o = {};
         o.M = M, o.N = N, o.K = K, o.R = R;
         o.a = pointer<const uint8_t>(a), o.a_scale = pointer<const float>(a_scale);
@@ -148,13 +165,16 @@ void bind_stream(py::module_& m, const char* name, const Launch& launch) {
         o.residual_scale = pointer<const float>(residual_scale), o.residual_scale_stride = residual_scale_stride;
         o.out = pointer<void>(out), o.out_type = dtype(out_type);
         o.is_unsigned = is_unsigned, o.int4 = int4, o.programmatic_launch = programmatic_launch;
+        o.plan = {std::get<0>(packed), std::get<1>(packed)};
+        o.workspace = {pointer<float>(std::get<2>(packed)), pointer<uint32_t>(std::get<3>(packed)), std::get<4>(packed)};
+        o.b_scale_pitch = std::get<5>(packed);
         return launch(o, device, pointer<CUstream_st>(stream));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
       py::arg("b_scale_type"), py::arg("R"), py::arg("low"), py::arg("up"), py::arg("up_type"), py::arg("bias"),
       py::arg("bias_type"), py::arg("residual"), py::arg("residual_scale"), py::arg("residual_scale_stride"),
       py::arg("out"), py::arg("out_type"), py::arg("is_unsigned"), py::arg("int4"), py::arg("programmatic_launch"),
-      py::arg("device"), py::arg("stream"));
+      py::arg("device"), py::arg("stream"), py::arg("packed") = kNotPacked);
 }
 #endif
 
@@ -173,6 +193,28 @@ void bind_project(py::module_& m) {
       },
       py::arg("x"), py::arg("x_row_stride"), py::arg("type"), py::arg("M"), py::arg("K"), py::arg("proj_down"), py::arg("R"),
       py::arg("low"), py::arg("low_is_bfloat16"), py::arg("device"), py::arg("stream"));
+}
+
+void bind_packed_plan(py::module_& m) {
+  m.def(
+      "svdquant_packed_sm90_plan",
+      [](int64_t M, int64_t N, int64_t K, int sm_count, const std::optional<std::tuple<int, int>>& forced) {
+        host::require(!forced || (std::get<0>(*forced) >= 0 && std::get<0>(*forced) < svdquant::packed_variant_count()),
+                      "svdquant_packed_sm90: there is no such variant");
+        const svdquant::PackedPlan plan = forced ? svdquant::PackedPlan{std::get<0>(*forced), std::get<1>(*forced)}
+                                                 : svdquant::packed_plan(M, N, K, sm_count);
+        return std::make_tuple(plan.variant, plan.splits);
+      },
+      py::arg("M"), py::arg("N"), py::arg("K"), py::arg("sm_count"), py::arg("forced") = py::none(),
+      "(variant, pieces of K): those that are chosen, or the given ones.");
+  m.def(
+      "svdquant_packed_sm90_workspace",
+      [](int64_t M, int64_t N, int variant, int splits) {
+        const svdquant::PackedPlan plan = {variant, splits};
+        return std::make_tuple(svdquant::packed_sums(M, N, plan), svdquant::packed_tiles(M, N, plan));
+      },
+      py::arg("M"), py::arg("N"), py::arg("variant"), py::arg("splits"), "Sums and counts of a plan.");
+  m.def("svdquant_packed_sm90_variants", svdquant::packed_variant_count);
 }
 
 using HopperPlan = std::tuple<int, int, int, int>;  // of HopperPlan's members
@@ -249,6 +291,8 @@ PYBIND11_MODULE(_C, m) {
                 svdquant::svdquant_stream_sm90(o, device, stream);
                 return true;
               });
+  bind_stream(m, "svdquant_packed_sm90", svdquant::svdquant_packed_sm90);
+  bind_packed_plan(m);
   bind_hopper_gemm(m);
 #endif
 }

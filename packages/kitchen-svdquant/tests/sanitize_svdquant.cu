@@ -14,6 +14,7 @@
 #include "svdquant_gemm/scale_layout.h"
 #include "svdquant_gemm/sm75/svdquant_gemm.h"
 #include "svdquant_gemm/sm80/svdquant_gemm.h"
+#include "svdquant_gemm/sm90/packed_gemm.h"
 #include "svdquant_gemm/sm90/stream_gemm.h"
 #include "svdquant_gemm/sm90/svdquant_gemm.h"
 
@@ -51,6 +52,18 @@ int code_at(const std::vector<uint8_t>& packed, int64_t at, bool is_unsigned) {
 // of bfloat16.
 constexpr int kStreams = 5, kMostStreamed = 64;
 int streams_of(int M) { return M <= kMostStreamed ? kStreams : 3; }
+
+// Plans of packed_gemm: each tile with K whole and in pieces, where no piece would have nothing. It takes even ranks.
+std::vector<PackedPlan> packed_plans(int K, int R) {
+  constexpr int kStageColumns = 4 * kGroup;
+  const int stages = (K + kStageColumns - 1) / kStageColumns;
+  std::vector<PackedPlan> plans;
+  for (int variant = 0; R % 2 == 0 && variant < packed_variant_count(); ++variant) {
+    plans.push_back({variant, 1});
+    if (stages >= 2) plans.push_back({variant, stages >= 5 ? 3 : 2});
+  }
+  return plans;
+}
 
 template <class To>
 std::vector<To> converted(const std::vector<float>& from) {
@@ -130,6 +143,26 @@ int check_gemms(int M, int N, int K, int R, bool is_unsigned) {
       which == 2 ? svdquant_gemm_sm75(o, 0, nullptr) : svdquant_stream_sm90(o, 0, nullptr);
     }
     compare(out, "streaming kernel", which);
+  }
+  const int pitch = (N + 7) / 8 * 8;
+  std::vector<__nv_bfloat16> padded_scales(size_t(groups) * pitch, __float2bfloat16(0.0f));
+  for (int i = 0; i < groups * N; ++i) padded_scales[i / N * pitch + i % N] = __float2bfloat16(b_scale[i]);
+  const DeviceArray<__nv_bfloat16> padded_dev(padded_scales);
+  for (const PackedPlan& plan : packed_plans(K, R)) {
+    const DeviceArray<float> out(std::vector<float>(M * N, -1));
+    float* sums = nullptr;  // nothing has written them
+    uint32_t* arrived = nullptr;
+    host::check(cudaMalloc(&sums, packed_sums(M, N, plan) * sizeof(float) + 16), "cudaMalloc");
+    host::check(cudaMalloc(&arrived, packed_tiles(M, N, plan) * sizeof(uint32_t) + 16), "cudaMalloc");
+    StreamOperands o = {};
+    o.M = M, o.N = N, o.K = K, o.R = R, o.a = a_dev.data, o.a_scale = a_scale_dev.data, o.b = b_dev.data;
+    o.b_scale = padded_dev.data, o.b_scale_type = DType::kBFloat16, o.b_scale_pitch = pitch;
+    o.low = low_dev.data, o.up = up_plain.data, o.up_type = DType::kBFloat16, o.is_unsigned = is_unsigned;
+    o.bias = bias_dev.data, o.residual = residual_dev.data, o.out = out.data, o.bias_type = o.out_type = DType::kFloat32;
+    o.plan = plan, o.workspace = {sums, arrived, false};
+    svdquant_packed_sm90(o, 0, nullptr);
+    compare(out, "svdquant_packed_sm90", 10 * plan.variant + plan.splits);
+    cudaFree(sums), cudaFree(arrived);
   }
   std::vector<__nv_bfloat16> up_half(N * padded);
   for (int i = 0; i < N * R; ++i) up_half[i / R * padded + i % R] = __float2bfloat16(up[i]);
@@ -259,7 +292,7 @@ int check_beside(int M, int K, int R, int N, bool is_unsigned) {
 int main() {
   int cases = 0, failed = 0;
   const auto gemms = [&](int M, int N, int K, int R, bool is_unsigned) {
-    failed += check_gemms(M, N, K, R, is_unsigned), cases += streams_of(M) + hopper_variant_count();
+    failed += check_gemms(M, N, K, R, is_unsigned), cases += streams_of(M) + hopper_variant_count() + static_cast<int>(packed_plans(K, R).size());
   };
   const auto quantizers = [&](int M, int K, int R, bool is_unsigned) {
     failed += check_quantizers(M, K, R, is_unsigned), cases += 1;

@@ -13,15 +13,16 @@ from kitchen_core import ops, trace, use
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 from kitchen_core.reference import svdquant as reference
 from kitchen_core.testing import FLOAT_DTYPES, assert_close, assert_equal, expect_kernel, tolerance, unit_roundoff
-from kitchen_svdquant import _hopper, _quantize
+from kitchen_svdquant import _hopper, _packed, _quantize
 from kitchen_svdquant._extension import EXTENSION
-from kitchen_svdquant.kernels import FEW_ROWS
+from kitchen_svdquant.kernels import FEW_ROWS, PACKED_ROWS
 
 pytestmark = pytest.mark.gpu
 
 HOPPER = "svdquant/sm90"
-KERNELS = ("svdquant/few_rows", HOPPER, "svdquant/int4", "svdquant/sm80", "svdquant/sm75")
-LINEARS = ("svdquant/few_rows", HOPPER)
+PACKED = "svdquant/packed"
+KERNELS = ("svdquant/few_rows", PACKED, HOPPER, "svdquant/int4", "svdquant/sm80", "svdquant/sm75")
+LINEARS = ("svdquant/few_rows", PACKED, HOPPER)
 BF16 = torch.bfloat16
 # M, N, K, R: ragged tiles, N odd, K with an odd number of groups, ranks that fill no tile
 SHAPES = (
@@ -38,6 +39,8 @@ def skip_unless(kernel: str, M: int = 1) -> None:
         pytest.skip("4-bit MMA exists on sm_80 to sm_90")
     if kernel == "svdquant/few_rows" and (M > FEW_ROWS or capability < (9, 0)):
         pytest.skip(f"few_rows takes M up to {FEW_ROWS}, on sm_90 and later")
+    if kernel == PACKED and (M not in PACKED_ROWS or capability != (9, 0)):
+        pytest.skip(f"packed takes M of {PACKED_ROWS[0]} to {PACKED_ROWS[-1]} where N is small, on sm_90")
 
 
 def layer(N: int, K: int, R: int, dtype: torch.dtype = BF16, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -92,7 +95,7 @@ def branch_roundoff(kernel: str, out_dtype: torch.dtype) -> float:
     u = unit_roundoff(BF16)
     if kernel == HOPPER:
         return u if out_dtype == BF16 else 3 * u * u
-    return 3 * u * u if kernel == "svdquant/few_rows" else 0.0
+    return 3 * u * u if kernel in ("svdquant/few_rows", PACKED) else 0.0
 
 
 def check_close(out, want, size, branch, terms: int, kernel: str) -> None:
@@ -135,7 +138,7 @@ def test_more_than_2_to_31_outputs():
 @pytest.mark.parametrize("smooth_dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_quantizer_is_the_reference_to_the_bit(dtype, smooth_dtype, act_unsigned):
-    for M, K in ((1, 64), (7, 320), (16, 1088), (17, 64), (200, 1088)):
+    for M, K in ((1, 64), (7, 320), (16, 1088), (17, 64), (96, 1088), (200, 1088)):
         x = (torch.randn(M, K) * torch.randn(M, 1).exp() * 3).to(dtype)
         smooth = (torch.rand(K) * 2 + 0.1).to(smooth_dtype)
         if M > 6:
@@ -290,6 +293,42 @@ def test_repeated_runs_are_bit_equal_and_rows_independent(kernel):
         assert torch.equal(ops.scaled_mm_svdquant_w4a4(*others.values())[17], first[17])
 
 
+@pytest.mark.parametrize("act_unsigned", [False, True])
+def test_every_packed_plan(act_unsigned):
+    """Tiles and pieces of K of every kind: right, the same each time, and a row whatever the other rows are."""
+    skip_unless(PACKED, PACKED_ROWS[0])
+    shapes = (
+        (1, 77, 64, 0),
+        (17, 513, 1088, 32),
+        (31, 264, 640, 256),
+        (64, 96, 3072, 96),
+        (100, 200, 4160, 2),
+        (300, 385, 1088, 18),
+    )
+    for M, N, K, R in shapes:
+        arguments = gemm_arguments(M, N, K, R, act_unsigned)
+        want, size, branch = exact(**arguments, act_unsigned=act_unsigned)
+        row = M // 2
+        others = gemm_arguments(M, N, K, R, act_unsigned, seed=5)
+        for name, rows in (("codes", 0), ("ascales", 1), ("lora_act", 0)):
+            others[name].select(rows, row).copy_(arguments[name].select(rows, row))
+        others |= {name: arguments[name] for name in ("weight", "wscales", "proj_up")}
+        for variant in range(EXTENSION.module.svdquant_packed_sm90_variants()):
+            for pieces in (1, 2, 3, 4):
+                stages = -(-K // 256)
+                if -(-stages // pieces) * (pieces - 1) >= stages:
+                    continue  # a piece would have nothing
+                for out_dtype in (BF16, torch.float32):
+
+                    def run(given, plan=(variant, pieces), out_dtype=out_dtype):
+                        return _packed.scaled_mm(*given.values(), None, act_unsigned, out_dtype, forced=plan)
+
+                    out = run(arguments)
+                    check_close(out, want, size, branch, K + R, PACKED)
+                    assert torch.equal(run(arguments), out)
+                    assert torch.equal(run(others)[row], out[row])
+
+
 @pytest.mark.parametrize("N", [3072, 1016, 130])
 def test_columns_of_few_rows_depend_on_no_other_columns(N):
     """Sums are made in an order that K alone decides: a weight in parts gives the bits of the whole."""
@@ -306,8 +345,8 @@ def test_columns_of_few_rows_depend_on_no_other_columns(N):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_row_with_nan_scale_spoils_no_other_row(kernel):
-    skip_unless(kernel, 20)
-    arguments = gemm_arguments(20, 130, 192, 8)
+    skip_unless(kernel, 40)
+    arguments = gemm_arguments(40, 130, 192, 8)
     arguments["ascales"][1, 7] = float("nan")
     with use(kernel):
         out = ops.scaled_mm_svdquant_w4a4(*arguments.values())
@@ -317,7 +356,7 @@ def test_row_with_nan_scale_spoils_no_other_row(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_strides_alignment_and_empty(kernel):
-    M, N, K, R = 30, 90, 256, 24
+    M, N, K, R = 40, 90, 256, 24
     skip_unless(kernel, M)
     arguments = gemm_arguments(M, N, K, R)
     with use(kernel):

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 from kitchen_svdquant import _hopper
 from kitchen_svdquant._extension import EXTENSION
 from kitchen_svdquant.kernels import FEW_ROWS, provider
 
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 GEMM = "scaled_mm_svdquant_w4a4"
 
 
 @pytest.fixture
 def built(monkeypatch):
-    def use(*archs):
-        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
-
-    return use
+    return partial(pretend_built, monkeypatch, EXTENSION)
 
 
 def answers(facts, op=GEMM, **changes) -> dict[str, str | None]:
@@ -52,13 +49,32 @@ def chosen(found: dict[str, str | None]) -> str | None:
     ],
 )
 def test_gemm_by_device(built, arch, many, few):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert chosen(answers(simulated_facts(arch))) == many
-    assert chosen(answers(simulated_facts(arch), M=FEW_ROWS)) == few
+    assert chosen(answers(simulated_facts(arch), M=16)) == few
+
+
+@pytest.mark.parametrize(
+    ("columns", "first", "last"),
+    [
+        (96, 33, 128), (3168, 33, 128), (3169, 17, 96), (8447, 17, 96), (8448, 17, 64), (11087, 17, 64), (11088, 17, 96),
+        (12672, 17, 96), (12673, 17, 64), (30720, 17, 64),
+    ],
+)  # fmt: skip
+def test_some_rows_stay_packed_on_hopper(built, columns, first, last):
+    """Between the rows that are streamed and those for which the weight is decoded first; a part goes where its whole does."""
+    built(*RELEASE_ARCHS)
+    facts = simulated_facts("sm_90")
+    for N, part in ((columns, None), (96, (0, columns))):
+        found = {M: chosen(answers(facts, M=M, N=N, part=part)) for M in (1, first - 1, first, last, last + 1)}
+        assert list(found.values()) == [*["svdquant/few_rows"] * 2, *["svdquant/packed"] * 2, "svdquant/sm90"]
+        told = answers(facts, M=last + 1, N=N, part=part)["svdquant/packed"]
+        assert told == f"with {columns} output columns, for M of {first} to {last}; the call has {last + 1}"
+    assert answers(facts, M=0, N=columns)["svdquant/packed"] is None
 
 
 def test_older_paths_can_be_forced_on_hopper(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     found = answers(simulated_facts("sm_90"))
     assert found["svdquant/int4"] is None
     assert found["svdquant/sm80"] is None
@@ -67,13 +83,13 @@ def test_older_paths_can_be_forced_on_hopper(built):
 
 
 def test_turing_without_tensor_cores_is_told_by_name(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = replace(simulated_facts("sm_75"), name="NVIDIA GeForce GTX 1660 Ti")
     assert "needs INT8 tensor cores" in answers(facts)["svdquant/sm75"]
 
 
 def test_whole_linear_has_kernels_of_its_own_where_they_fuse(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert chosen(answers(simulated_facts("sm_90"), "svdquant_linear")) == "svdquant/sm90"
     assert chosen(answers(simulated_facts("sm_90"), "svdquant_linear", M=1)) == "svdquant/few_rows"
     assert chosen(answers(simulated_facts("sm_80"), "svdquant_linear")) is None, "composed of the two halves"
@@ -81,13 +97,13 @@ def test_whole_linear_has_kernels_of_its_own_where_they_fuse(built):
 
 
 def test_quantizer_runs_wherever_the_package_was_built_for(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     for arch in ("sm_75", "sm_80", "sm_90", "sm_120"):
         assert answers(simulated_facts(arch), "quantize_svdquant_w4a4") == {"svdquant/groups": None}
 
 
 def test_cpu_and_no_extension(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert all("CUDA device" in reason for reason in answers(CPU, M=1).values())
     built()
     assert all("no nvcc" in reason for reason in answers(simulated_facts("sm_90"), M=1).values())
@@ -97,7 +113,7 @@ def test_cpu_and_no_extension(built):
 
 @pytest.mark.parametrize("changes", [{"M": 2**30 + 1}, {"N": 2**30 + 1}, {"K": 2**30 + 64}])
 def test_what_a_problem_must_keep_to(built, changes):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     for arch in ("sm_90", "sm_80"):
         assert chosen(answers(simulated_facts(arch), **changes)) is None
 
@@ -108,3 +124,32 @@ def test_weight_is_decoded_whole_where_rows_of_the_output_are_no_multiple_of_16_
     assert _hopper.chunk_columns(1001, 1088) == 1001
     assert _hopper.chunk_columns(1004, 1088, out_bytes=4) == _hopper.CHUNK_COLUMNS
     assert _hopper.chunk_columns(1004, 1088, out_bytes=2) == 1004
+
+
+@pytest.mark.parametrize("n", [1000, 1536, 12288])
+def test_chunks_of_a_part_end_where_the_whole_s_do_and_split_k_as_they_do(monkeypatch, n):
+    """Of any part, in plans of as many pieces of K as the whole's chunk has, whatever a part of that width would choose."""
+
+    def plan_of(M, N, K, device, variant=None):
+        variant = N % 5 if variant is None else variant
+        pieces = 1 + N % 3
+        return _hopper.Plan((variant, pieces * (1 + N // 96), 8, pieces), 96, "")
+
+    monkeypatch.setattr(_hopper, "plan_of", plan_of)
+    monkeypatch.setattr(_hopper, "CHUNK_BYTES", 1)
+    whole = _hopper.chunks_of(300, n, 1088, 2, 0)
+    assert [c.first for c in whole] == list(range(0, n, _hopper.CHUNK_COLUMNS))
+    for first, columns in ((0, 8), (0, n // 2 // 8 * 8), (n - 8, 8), (8, n - 16), (376, 400), (384, 384)):
+        chunks = _hopper.chunks_of(300, columns, 1088, 2, 0, None, first, n)
+        assert sum(c.columns for c in chunks) == columns
+        at = 0
+        for chunk in chunks:
+            assert chunk.first == at
+            begin, end = first + at, first + at + chunk.columns
+            [inside] = [c for c in whole if c.first <= begin and end <= c.first + c.columns]
+            variant, grid, _, pieces = chunk.plan.arguments
+            assert pieces == inside.plan.arguments[3]
+            if pieces > 1:
+                assert variant == inside.plan.arguments[0]
+            assert grid == pieces * (1 + chunk.columns // 96)
+            at += chunk.columns

@@ -6,6 +6,7 @@
 //   most 11 significant bits (bfloat16, float16), a quotient that is no midpoint is at least 2^-12 ulp away from one, and
 //   it cannot be one. Float32 factors, factors outside of [2^-20, 2^40] and large x are divided as such. Tiny x may lose
 //   bits: below 2^-80 their codes are 0 and the scale's floor is larger.
+// - absmax / 7 and / 15: likewise (tools/prove_int8_division.cpp).
 // - v / scale: quant/int8_codes.h, code_with_residual.
 #pragma once
 
@@ -54,6 +55,12 @@ struct Loaded {
   }
 };
 
+__device__ __forceinline__ void add_shift(float (&v)[kColumns], float shift) {
+  if (shift == 0.0f) return;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], shift);
+}
+
 // 1 / factor as __frcp_rn gives it for factors of kSmoothLow to kSmoothHigh, without its test for others.
 __device__ __forceinline__ float reciprocal_of(float factor) {
   const float guess = ptx::rcp_approx(factor);
@@ -64,6 +71,7 @@ struct Smooth {
   float factor[kColumns], reciprocal[kColumns];
   bool reciprocals;  // can be used
 
+  Smooth() = default;
   // Of 16 neighbouring columns. Loaded together first: a conversion behind each load would wait for it.
   __device__ __forceinline__ Smooth(const void* data, int64_t column, DType type) : reciprocals(type != DType::kFloat32) {
     if (type != DType::kFloat32 && reinterpret_cast<uintptr_t>(data) % 16 == 0) {
@@ -106,21 +114,39 @@ struct Smooth {
   }
 };
 
+template <bool kUnsigned>
+constexpr float kLevels = kUnsigned ? 15.0f : 7.0f;
+
+// absmax / kLevels, correctly rounded wherever the result is at least the floor's.
+template <bool kUnsigned>
+__device__ __forceinline__ float divide_by_levels(float absmax) {
+  constexpr float kReciprocal = 1.0f / kLevels<kUnsigned>;
+  return divide_by_reciprocal(absmax, kLevels<kUnsigned>, kReciprocal);
+}
+
 // v / scale rounded to integers, as floats with kRounder added: the code is in the lowest bits. Reciprocals a little too small and a
 // little too large enclose the IEEE quotient (quant/int8_codes.h); where both round to one integer, as nearly always, it is the code.
+// Zero, or where they do not.
 template <bool kUnsigned>
-__device__ __forceinline__ void round_to_codes(float (&v)[kColumns], float scale, bool finite) {
-  const float reciprocal = __frcp_rn(scale);
+__device__ __forceinline__ uint32_t round_between(float (&codes)[kColumns], float (&v)[kColumns], float scale) {
+  const float reciprocal = reciprocal_of(scale);
   const float low = __fmul_rn(reciprocal, 1.0f - 0x1p-22f), high = __fmul_rn(reciprocal, 1.0f + 0x1p-22f);
-  uint32_t differ = finite ? 0 : 1;
-  float codes[kColumns];
+  uint32_t differ = 0;
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
     if (kUnsigned) v[i] = fmaxf(v[i], 0.0f);
     codes[i] = __fmaf_rn(v[i], low, quant::kRounder);
     differ |= __float_as_uint(codes[i]) ^ __float_as_uint(__fmaf_rn(v[i], high, quant::kRounder));
   }
-  if (differ != 0) {  // rare
+  return differ;
+}
+
+// The same for every v.
+template <bool kUnsigned>
+__device__ __forceinline__ void round_to_codes(float (&v)[kColumns], float scale, bool finite) {
+  float codes[kColumns];
+  if (round_between<kUnsigned>(codes, v, scale) != 0 || !finite) {  // rare
+    const float reciprocal = __frcp_rn(scale);
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       codes[i] = finite ? __uint_as_float(quant::code_with_residual(v[i], scale, reciprocal)) : quant::kRounder;
@@ -179,15 +205,22 @@ __device__ __forceinline__ float absmax_of(const float (&v)[kColumns]) {
   return ptx::abs_max_nan(even, odd);
 }
 
+// Over the four lanes that share a group.
+__device__ __forceinline__ float absmax_of_group(float absmax) {
+#pragma unroll
+  for (int lanes = 1; lanes < kLanesPerGroup; lanes *= 2) {
+    absmax = ptx::abs_max_nan(absmax, __shfl_xor_sync(0xffffffffu, absmax, lanes));
+  }
+  return absmax;
+}
+
 // The scale of the group that four lanes share, whose 16 values each are divided by smooth already; they become codes (as
 // floats with kRounder added). `absmax`: of this lane's values. NaN where a value is not finite.
 template <bool kUnsigned>
 __device__ __forceinline__ float group_codes(float (&v)[kColumns], float absmax) {
-#pragma unroll
-  for (int lanes = 1; lanes < kLanesPerGroup; lanes *= 2)
-    absmax = ptx::abs_max_nan(absmax, __shfl_xor_sync(0xffffffffu, absmax, lanes));
+  absmax = absmax_of_group(absmax);
   const bool finite = __float_as_uint(absmax) < 0x7f800000u;
-  const float scale = __fdiv_rn(finite ? fmaxf(absmax, kScaleFloor) : 1.0f, kUnsigned ? 15.0f : 7.0f);
+  const float scale = divide_by_levels<kUnsigned>(finite ? fmaxf(absmax, kScaleFloor) : 1.0f);
   round_to_codes<kUnsigned>(v, scale, finite);
   return finite ? scale : __uint_as_float(0x7fc00000u);
 }
@@ -195,6 +228,23 @@ __device__ __forceinline__ float group_codes(float (&v)[kColumns], float absmax)
 template <bool kUnsigned>
 __device__ __forceinline__ float group_codes(float (&v)[kColumns]) {
   return group_codes<kUnsigned>(v, absmax_of(v));
+}
+
+// By one block.
+__device__ __forceinline__ void clear(const QuantizeParams& p) {
+  for (int i = static_cast<int>(threadIdx.x); i < p.cleared_count; i += static_cast<int>(blockDim.x)) p.cleared[i] = 0;
+}
+
+// From x to codes and the group's scale without a branch: two rows can be under way together. False, nearly never, where that
+// does not do: then divide and group_codes do, from x again.
+template <bool kUnsigned>
+__device__ __forceinline__ bool group_codes_if_plain(float (&codes)[kColumns], float& scale, float (&v)[kColumns],
+                                                     const Smooth& smooth) {
+  smooth.divide_by_reciprocals(v);
+  const float absmax = absmax_of_group(absmax_of(v));
+  scale = divide_by_levels<kUnsigned>(fmaxf(absmax, kScaleFloor));
+  const uint32_t differ = round_between<kUnsigned>(codes, v, scale);
+  return smooth.reciprocals && absmax < kLargestQuotient && differ == 0;
 }
 
 }  // namespace kitchen::svdquant

@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_few(const __grid_constan
   if (item < 0) return project<T>(shared, problem);
   ptx::wait_then_launch_dependents();
   const QuantizeParams& q = problem.p.quantize;
+  if (blockIdx.x == problem.project_blocks) clear(q);
   q.is_unsigned ? quantize<T, true>(q, item, problem.chunks) : quantize<T, false>(q, item, problem.chunks);
 }
 
@@ -191,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_few(const __grid_constan
 const char* quantize_few_rows_unsupported(const FewRowsParams& p) {
   const QuantizeParams& q = p.quantize;
   if (q.type == DType::kFloat32 || q.form != CodeForm::kPacked) return "x must have 16 bits, and codes are packed";
-  if (q.M < 0 || q.M > kMostFewRows) return "for up to 64 rows";
+  if (q.M < 0 || q.M > kMostFewRows) return "for up to 96 rows";
   if (q.K < kGroup || q.K % kGroup != 0 || q.K > kMostFewRowsK) return "K must be a multiple of 64 and at most 2^20";
   if (reinterpret_cast<uintptr_t>(q.x) % 16 != 0 || q.x_row_stride % 8 != 0) return "rows must be aligned to 16 bytes";
   if (p.R == 0) return nullptr;

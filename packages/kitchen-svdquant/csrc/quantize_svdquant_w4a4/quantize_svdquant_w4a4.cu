@@ -35,32 +35,20 @@ __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, unsigned 
   Loaded<T> next;
   if (row < p.M) next.load(x + row * p.x_row_stride, aligned);
   for (; row < p.M; row += row_step) {
-    float v[kColumns];
+    float v[kColumns], codes[kColumns], scale;
     next.unpack(v);
     if (row + row_step < p.M) next.load(x + (row + row_step) * p.x_row_stride, aligned);
-    if (p.shift != 0.0f) {
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], p.shift);
-    }
-    float absmax = 0.0f;
-    if (smooth.reciprocals) {
-      smooth.divide_by_reciprocals(v);
-      absmax = absmax_of(v);
-    }
-    if (!smooth.reciprocals || !(absmax < kLargestQuotient)) {  // rare
+    add_shift(v, p.shift);
+    if (!__all_sync(0xffffffffu, group_codes_if_plain<kUnsigned>(codes, scale, v, smooth))) {  // rare
       Loaded<T> again;  // not kept: that would take registers all along
       again.load(x + row * p.x_row_stride, aligned);
-      again.unpack(v);
-      if (p.shift != 0.0f) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) v[i] = __fadd_rn(v[i], p.shift);
-      }
-      smooth.divide(v);
-      absmax = absmax_of(v);
+      again.unpack(codes);
+      add_shift(codes, p.shift);
+      smooth.divide(codes);
+      scale = group_codes<kUnsigned>(codes);
     }
-    const float scale = group_codes<kUnsigned>(v, absmax);
     if (!inside) continue;
-    store_codes<kForm>(p.codes, row * p.K + column, v);
+    store_codes<kForm>(p.codes, row * p.K + column, codes);
     if (threadIdx.x % kLanesPerGroup == 0) {
       store_scale<kForm>(p, row, column / kGroup, groups, scale);
     }
@@ -73,6 +61,7 @@ __global__ void __launch_bounds__(kThreads) quantize(const QuantizeParams p, uns
   if (is_weight) {
     decode_block<kThreads>(weight, DecodeBlocks(weight, kThreads), blockIdx.x - blocks);
   } else {
+    if (blockIdx.x == 0) clear(p);
     quantize_rows<T, kForm, kUnsigned>(p, blocks, column_blocks, aligned);
   }
   ptx::wait_then_launch_dependents();

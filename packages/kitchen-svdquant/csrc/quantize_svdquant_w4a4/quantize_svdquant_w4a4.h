@@ -23,6 +23,8 @@ struct QuantizeParams {
   bool is_unsigned;  // codes 0..15, else -7..7
   CodeForm form;
   DType type, smooth_type;
+  uint32_t* cleared = nullptr;  // set to zero on the way, for the kernel behind; may be nullptr
+  int cleared_count = 0;
 };
 
 // With x * proj_down beside it, for few rows on GPUs with clusters (sm_90 and later). Codes are packed.
@@ -34,7 +36,7 @@ struct FewRowsParams {
   DType down_type;
 };
 
-constexpr int kMostFewRows = 64, kMostFewRowsK = 1 << 20;
+constexpr int kMostFewRows = 96, kMostFewRowsK = 1 << 20;
 
 // nullptr, or why these operands cannot run.
 const char* quantize_few_rows_unsupported(const FewRowsParams& params);

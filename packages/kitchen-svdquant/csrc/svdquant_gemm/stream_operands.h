@@ -9,6 +9,19 @@
 
 namespace kitchen::svdquant {
 
+// Of sm90/packed_gemm.
+struct PackedPlan {
+  int variant;  // of the tile
+  int splits;   // pieces of K
+};
+
+// Where the sums of pieces of K meet; unused where there is one piece.
+struct PackedWorkspace {
+  float* sums;        // packed_sums(...) of them, aligned to 16 bytes
+  uint32_t* arrived;  // packed_tiles(...) of them, zeros
+  bool cleared;       // the kernel in front wrote these zeros; else the launcher does
+};
+
 struct StreamOperands {
   int64_t M, N, K;
   int R;
@@ -26,7 +39,11 @@ struct StreamOperands {
   int residual_scale_stride;
   bool is_unsigned;          // codes of a
   bool int4;                 // 4-bit MMA (sm_80 to sm_90), else 8-bit
-  bool programmatic_launch;  // the kernel in front triggers it, and writes a, a_scale and low alone
+  bool programmatic_launch;  // the kernel in front triggers it, and writes a, a_scale, low and workspace.arrived alone
+  // Of sm90/packed_gemm alone:
+  PackedPlan plan;
+  PackedWorkspace workspace;
+  int64_t b_scale_pitch;  // elements from a group of b_scale to the next, a multiple of 8
 };
 
 }  // namespace kitchen::svdquant

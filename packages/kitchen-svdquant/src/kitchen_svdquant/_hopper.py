@@ -32,15 +32,15 @@ class Branch(NamedTuple):
 
 
 def rounds_branch(proj_up: torch.Tensor, out_dtype: torch.dtype) -> bool:
-    """Whether lora_act is rounded to bfloat16, which adds 2^-9 of the branch: no more than the output's own rounding."""
+    """Whether lora_act is rounded to bfloat16: at most 2^-8 of each term, no more than of the output by its own rounding."""
     return proj_up.dtype == torch.bfloat16 and out_dtype == torch.bfloat16
 
 
 def branch_of(lora_act: torch.Tensor, proj_up: torch.Tensor, out_dtype: torch.dtype) -> Branch:
     """The operands whose bfloat16 product is lora_act @ proj_up.T.
 
-    Where ``rounds_branch`` does not hold, what is not bfloat16 is cut in two parts, whose larger products are summed: 2^-16
-    of the branch is lost.
+    Where ``rounds_branch`` does not hold, what is not bfloat16 is cut in two parts, whose larger products are summed: at most
+    2^-16 of each term of the branch is lost, and 3 * 2^-16 where both factors are cut.
     """
     rank = proj_up.shape[1]
     if rank == 0:
@@ -73,11 +73,51 @@ class Plan(NamedTuple):
     text: str
 
 
+class Chunk(NamedTuple):
+    """Columns of the output whose weights are decoded at once, and the plan that multiplies them."""
+
+    first: int
+    columns: int
+    plan: Plan
+
+
 @lru_cache(maxsize=8192)
 def plan_of(M: int, N: int, K: int, device: int, variant: int | None = None) -> Plan:
     """The plan that is chosen, or of the given variant."""
     sm_count = torch.cuda.get_device_properties(device).multi_processor_count
     return Plan(*EXTENSION.module.svdquant_gemm_sm90_plan(M, N, K, sm_count, variant))
+
+
+def plan_as(whole: Plan, M: int, N: int, K: int, device: int, variant: int | None = None) -> Plan:
+    """The plan of fewer columns whose sums are added in the order of the whole's: any that leaves K whole, where that one does;
+    else its variant, and its pieces of K.
+    """
+    pieces = whole.arguments[3]
+    plan = plan_of(M, N, K, device, variant)
+    if pieces == plan.arguments[3] == 1:
+        return plan
+    plan = plan_of(M, N, K, device, whole.arguments[0])
+    variant, grid, raster_group, own = plan.arguments
+    return plan._replace(arguments=(variant, grid // own * pieces, raster_group, pieces))
+
+
+def chunks_of(
+    M: int, N: int, K: int, out_bytes: int, device: int, variant: int | None = None, part_first: int | None = None,
+    part_of: int | None = None,
+) -> list[Chunk]:  # fmt: skip
+    """The chunks of a call's columns. A part's end where the whole's do, and are multiplied by the whole's plans."""
+    first, whole = part_first or 0, part_of or N
+    step = chunk_columns(whole, K, out_bytes)
+    if N * out_bytes % 16:
+        step = whole
+    chunks = []
+    for start in range(first // step * step, first + N, step):
+        begin, end = max(start, first), min(start + step, first + N)
+        plan = plan_of(M, min(step, whole - start), K, device, variant)
+        if part_of is not None:
+            plan = plan_as(plan, M, end - begin, K, device, variant)
+        chunks.append(Chunk(begin - first, end - begin, plan))
+    return chunks
 
 
 def chunk_columns(n: int, k: int, out_bytes: int = 2) -> int:
@@ -94,11 +134,13 @@ def chunk_columns(n: int, k: int, out_bytes: int = 2) -> int:
 def multiply(
     activation: _quantize.Decoded, weight: torch.Tensor, wscales: torch.Tensor, branch: Branch, bias: torch.Tensor | None,
     out_dtype: torch.dtype, residual: torch.Tensor | None, residual_scale: torch.Tensor | None, variant: int | None = None,
-    decoded: _quantize.Decoded | None = None,
+    decoded: _quantize.Decoded | None = None, part_first: int | None = None, part_of: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The output [M, N]. ``residual``, of any dtype, [M, N]. ``decoded``: the first chunk of the weight."""
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
-        y = multiply(activation, weight, wscales, branch, bias, torch.float32, None, None, variant, decoded)
+        y = multiply(
+            activation, weight, wscales, branch, bias, torch.float32, None, None, variant, decoded, part_first, part_of
+        )
         scale = None if residual_scale is None else residual_scale.reshape(-1)
         return add_residual(y, residual, scale).to(out_dtype)
     (m, k), n = activation.codes.shape, weight.shape[0]
@@ -113,10 +155,7 @@ def multiply(
     if residual_scale is not None:
         residual_scale = residual_scale.reshape(-1).float().contiguous()
         scale_stride = 0 if residual_scale.numel() == 1 else 1
-    step = chunk_columns(n, k, out.element_size())
-    for first in range(0, n, step):
-        columns = min(step, n - first)
-        plan = plan_of(m, columns, k, device, variant)
+    for first, columns, plan in chunks_of(m, n, k, out.element_size(), device, variant, part_first, part_of):
         lora_act = branch.lora_act if first == 0 else None
         if first or decoded is None or decoded.codes.shape[0] != columns:
             decoded = _quantize.decode(
@@ -136,7 +175,7 @@ def multiply(
 
 def scaled_mm(
     codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False, out_dtype=torch.bfloat16,
-    residual=None, residual_scale=None, variant=None,
+    residual=None, residual_scale=None, part_first=None, part_of=None, variant=None,
 ):  # fmt: skip
     """scaled_mm_svdquant_w4a4: the packed codes of x are decoded first."""
     codes, weight, wscales = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight), wscales.contiguous()
@@ -145,13 +184,14 @@ def scaled_mm(
     decoded = _quantize.decode(codes, ascales.contiguous(), _quantize.A_BLOCK, is_a=True, act_unsigned=act_unsigned)
     return multiply(
         decoded, weight, wscales, branch_of(lora_act, proj_up, out_dtype), bias, out_dtype, residual, residual_scale,
-        variant,
+        variant, part_first=part_first, part_of=part_of,
     )  # fmt: skip
 
 
 def linear(
     x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
-    input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None, variant=None,
+    input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+    part_first=None, part_of=None, variant=None,
 ):  # fmt: skip
     """svdquant_linear: the quantizer writes what the GEMM reads."""
     n, k = weight.shape[0], 2 * weight.shape[1]
@@ -161,21 +201,23 @@ def linear(
     if n == 0 or rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
     weight, wscales = _quantize.aligned_codes(weight), wscales.contiguous()
+    device = weight.device.index
+    first = chunks_of(rows.shape[0], n, k, out_dtype.itemsize, device, variant, part_first, part_of)[0]
     activation, branch, decoded = _operands(
-        rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, variant
+        rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, first
     )
     flat = None if residual is None else residual.reshape(-1, n)
-    y = multiply(activation, weight, wscales, branch, bias, out_dtype, flat, residual_scale, variant, decoded)
+    y = multiply(
+        activation, weight, wscales, branch, bias, out_dtype, flat, residual_scale, variant, decoded, part_first, part_of,
+    )  # fmt: skip
     return y.reshape(*x.shape[:-1], n)
 
 
-def _operands(rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, variant):
+def _operands(rows, weight, wscales, smooth, proj_down, proj_up, act_unsigned, out_dtype, chunk):
     """x as the GEMM reads it, the branch, and the weight's first chunk, which the quantizer's launch decodes."""
-    (m, k), n = rows.shape, weight.shape[0]
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
-    columns = min(n, chunk_columns(n, k, out_dtype.itemsize))
-    tile_n = plan_of(m, columns, k, weight.device.index, variant).tile_n
-    decoded = _quantize.Decoded.empty(columns, k, tile_n, weight.device)
+    columns, tile_n = chunk.columns, chunk.plan.tile_n
+    decoded = _quantize.Decoded.empty(columns, rows.shape[1], tile_n, weight.device)
     beside = _quantize.DecodedBeside(weight[:columns], wscales, decoded, tile_n)
     if _quantize.project_supported(rows, proj_down):  # the product runs beside the quantizer
         rounded = rounds_branch(proj_up, out_dtype)

@@ -37,7 +37,7 @@ class Decoded(NamedTuple):
         return cls(torch.empty((n, k), dtype=torch.uint8, device=device), block_scales(n, k, block, device))
 
 
-NO_WEIGHT, NO_LOW = (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0)
+NO_WEIGHT, NO_LOW, NONE_CLEARED = (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 0)
 
 
 class DecodedBeside(NamedTuple):
@@ -59,6 +59,7 @@ class DecodedBeside(NamedTuple):
 def quantize_rows(
     rows: torch.Tensor, smooth: torch.Tensor, act_unsigned: bool, form: int = PACKED, shift: float = 0.0,
     weight: DecodedBeside | None = None, low: tuple[torch.Tensor, torch.Tensor] | None = None, after_product: bool = False,
+    cleared: tuple[int, int] = NONE_CLEARED,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """rows [M, K] -> codes of ``(rows + shift) / smooth`` and their scales.
 
@@ -66,6 +67,7 @@ def quantize_rows(
     uint8 [M, K], scales as parts in blocks of 64 rows.
     ``weight`` is decoded beside E4M3 codes, and then lora_act is rounded to bfloat16: ``low`` is both, [M, R] and [M, >= R].
     ``after_product``: the launch before was that of ``project``, which this one runs beside.
+    ``cleared``: address and count of numbers that are set to zero for the kernel behind.
     """
     given = (rows, smooth)
     rows, smooth = rows if rows.stride(-1) == 1 else rows.contiguous(), smooth.reshape(-1).contiguous()
@@ -80,7 +82,7 @@ def quantize_rows(
     EXTENSION.module.quantize_svdquant_w4a4(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
         codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, form,
-        NO_WEIGHT if weight is None else weight.arguments(), rounded, after_product, device.index, stream_of(rows),
+        NO_WEIGHT if weight is None else weight.arguments(), rounded, after_product, device.index, stream_of(rows), cleared,
     )  # fmt: skip
     return codes, scales
 
@@ -157,7 +159,7 @@ def _copied(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-FEW_ROWS, FEW_ROWS_K, FEW_ROWS_RANK = 64, 2**20, 1024  # the most that quantize_few_rows takes
+FEW_ROWS, FEW_ROWS_K, FEW_ROWS_RANK = 96, 2**20, 1024  # the most that quantize_few_rows takes
 
 
 def few_rows_supported(rows: torch.Tensor, proj_down: torch.Tensor) -> bool:
@@ -180,9 +182,13 @@ def _has_clusters(device: int) -> bool:
 
 
 def quantize_few_rows(
-    rows: torch.Tensor, smooth: torch.Tensor, proj_down: torch.Tensor, act_unsigned: bool, shift: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed codes of ``(rows + shift) / smooth``, their scales float32 [K/64, M], and rows @ proj_down float32 [M, R]."""
+    rows: torch.Tensor, smooth: torch.Tensor, proj_down: torch.Tensor, act_unsigned: bool, shift: float = 0.0,
+    cleared: tuple[int, int] = NONE_CLEARED,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Packed codes of ``(rows + shift) / smooth``, their scales float32 [K/64, M], and rows @ proj_down float32 [M, R].
+
+    ``cleared`` as in ``quantize_rows``.
+    """
     if rows.stride(-1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
         rows = _copied(rows)
     (m, k), rank, device = rows.shape, proj_down.shape[1], rows.device
@@ -194,7 +200,7 @@ def quantize_few_rows(
     EXTENSION.module.quantize_few_rows(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[rows.dtype], smooth.data_ptr(), DTYPE_CODES[smooth.dtype],
         codes.data_ptr(), scales.data_ptr(), m, k, shift, act_unsigned, proj_down.data_ptr(),
-        DTYPE_CODES[proj_down.dtype], lora_act.data_ptr(), rank, device.index, stream_of(rows),
+        DTYPE_CODES[proj_down.dtype], lora_act.data_ptr(), rank, device.index, stream_of(rows), cleared,
     )  # fmt: skip
     return codes, scales, lora_act
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kitchen_core.arithmetic import add_residual, apply_input_act
 from kitchen_core.launch import DTYPE_CODES, pointer
@@ -11,26 +12,31 @@ from kitchen_core.reference.svdquant import UNSIGNED_SHIFT
 from . import _quantize
 from ._extension import EXTENSION
 
-BYTES, INT4, TURING, HOPPER = (
+BYTES, INT4, TURING, HOPPER, PACKED = (
     "8-bit MMA",
     "4-bit MMA",
     "8-bit MMA of sm_75",
     "8-bit MMA behind the copy engine of Hopper",
+    "8-bit MMA of tiles whose operands stay packed",
 )
+
+FEW_ROWS = 64  # the most that HOPPER takes
 
 
 def scaled_mm(
     by: str, codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False,
-    out_dtype=torch.bfloat16, residual=None, residual_scale=None, programmatic_launch=False,
+    out_dtype=torch.bfloat16, residual=None, residual_scale=None, part_first=None, part_of=None, *,
+    programmatic_launch=False, packed=None,
 ):  # fmt: skip
     """scaled_mm_svdquant_w4a4. HOPPER: where that kernel takes the call, else BYTES.
 
-    ``programmatic_launch``: the kernel in front is a quantizer of ``_quantize`` that lets this one start early.
+    ``programmatic_launch``: the kernel in front is a quantizer of ``_quantize`` that lets this one start early. Sums are
+    those of a row of the weight alone, a part's like the whole's. ``packed``: arguments of PACKED (``_packed.Workspace``).
     """
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
         y = scaled_mm(
             by, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32,
-            programmatic_launch=programmatic_launch,
+            programmatic_launch=programmatic_launch, packed=packed,
         )  # fmt: skip
         scale = None if residual_scale is None else residual_scale.reshape(-1)
         return add_residual(y, residual, scale).to(out_dtype)
@@ -40,8 +46,11 @@ def scaled_mm(
         return out
     given = weight, wscales, proj_up, bias
     codes, weight = _quantize.aligned_codes(codes), _quantize.aligned_codes(weight)
-    ascales, lora_act = ascales.contiguous(), lora_act.contiguous()
-    wscales, proj_up = _aligned(wscales.contiguous()), _aligned(proj_up.contiguous())
+    ascales, lora_act = ascales.contiguous(), _aligned(lora_act.contiguous(), 8)
+    wscales = _aligned(wscales.contiguous(), 16 if by == PACKED else 4)
+    proj_up = _aligned(proj_up.contiguous(), 4)
+    if by == PACKED and n % 8:
+        wscales = F.pad(wscales, (0, -n % 8))
     bias = None if bias is None else bias.contiguous()
     if any(tensor is not before for tensor, before in zip((weight, wscales, proj_up, bias), given, strict=True)):
         programmatic_launch = False  # copies made just now: the kernel reads them before it waits for what is in front
@@ -59,6 +68,8 @@ def scaled_mm(
     )  # fmt: skip
     if by == TURING:
         EXTENSION.module.svdquant_gemm_sm75(*arguments)
+    elif by == PACKED:
+        EXTENSION.module.svdquant_packed_sm90(*arguments, (*packed.arguments(), wscales.shape[1]))
     elif by != HOPPER or not EXTENSION.module.svdquant_stream_sm90(*arguments):
         EXTENSION.module.svdquant_gemm_sm80(*arguments)
     return out
@@ -72,22 +83,14 @@ def few_rows(codes, *args, **kwargs):
 def linear(
     x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     """svdquant_linear for few rows of x: the quantizer and the branch's first half in one launch, the GEMM in the second."""
     n, k = weight.shape[0], 2 * weight.shape[1]
     if n == 0:
         return x.new_empty((*x.shape[:-1], 0), dtype=out_dtype or x.dtype)
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    rows = raw.reshape(-1, k)
-    shift = UNSIGNED_SHIFT if act_unsigned else 0.0
-    together = _quantize.few_rows_supported(rows, proj_down)
-    if together:
-        quantized = _quantize.quantize_few_rows(rows, smooth, proj_down, act_unsigned, shift)
-    else:
-        quantized = (
-            *_quantize.quantize_rows(rows, smooth, act_unsigned, shift=shift),
-            _quantize.low_rank_product(rows, proj_down),
-        )
+    quantized, together = quantize(raw.reshape(-1, k), smooth, proj_down, act_unsigned)
     codes, ascales, lora_act = quantized
     flat = None if residual is None else residual.reshape(-1, n)
     y = few_rows(
@@ -97,6 +100,21 @@ def linear(
     return y.reshape(*x.shape[:-1], n)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """To 4 bytes: the kernel reads two 16-bit numbers at once."""
-    return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()
+def quantize(rows, smooth, proj_down, act_unsigned, cleared=_quantize.NONE_CLEARED):
+    """What ``scaled_mm`` reads of x: (codes, ascales, lora_act); and whether the kernel behind may start early."""
+    shift = UNSIGNED_SHIFT if act_unsigned else 0.0
+    if _quantize.few_rows_supported(rows, proj_down):
+        return _quantize.quantize_few_rows(rows, smooth, proj_down, act_unsigned, shift, cleared), True
+    if _quantize.project_supported(rows, proj_down):  # the product runs beside the quantizer
+        lora_act = _quantize.project(rows, proj_down, torch.float32)
+        codes, ascales = _quantize.quantize_rows(
+            rows, smooth, act_unsigned, shift=shift, after_product=True, cleared=cleared
+        )
+        return (codes, ascales, lora_act), True
+    codes, ascales = _quantize.quantize_rows(rows, smooth, act_unsigned, shift=shift, cleared=cleared)
+    return (codes, ascales, _quantize.low_rank_product(rows, proj_down)), False
+
+
+def _aligned(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """To ``size`` bytes: kernels read two 16-bit numbers at once, or by the copy engine."""
+    return tensor if tensor.data_ptr() % size == 0 else tensor.clone()

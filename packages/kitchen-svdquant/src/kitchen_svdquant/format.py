@@ -80,6 +80,7 @@ class SVDQuantFormat(Format):
     )
     activation_kind = "svdquant"
     uses_calibration = True
+    takes_part = True
 
     @classmethod
     def config_for(
@@ -181,11 +182,12 @@ class SVDQuantFormat(Format):
     @classmethod
     def linear(
         cls, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
-        residual=None, residual_scale=None,
+        residual=None, residual_scale=None, part=None,
     ):  # fmt: skip
         return ops.svdquant_linear(
             x, tensors["qdata"], tensors["scale"], tensors["smooth_factor"], tensors["proj_down"], tensors["proj_up"],
             bias, config.act_unsigned, out_dtype, input_act, input_act_weight, input_act_eps, residual, residual_scale,
+            *(part or (None, None)),
         )  # fmt: skip
 
     @classmethod
@@ -206,7 +208,7 @@ class SVDQuantFormat(Format):
 
     @classmethod
     def linear_quantized(
-        cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
+        cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None, part=None
     ):
         n = tensors["qdata"].shape[0]
         x = activation.tensors["x"]
@@ -217,7 +219,7 @@ class SVDQuantFormat(Format):
         y = ops.scaled_mm_svdquant_w4a4(
             activation.tensors["codes"], tensors["qdata"], activation.tensors["ascales"], tensors["scale"], lora_act,
             tensors["proj_up"], bias, config.act_unsigned, out_dtype or activation.dtype,
-            None if residual is None else residual.reshape(-1, n), residual_scale,
+            None if residual is None else residual.reshape(-1, n), residual_scale, *(part or (None, None)),
         )  # fmt: skip
         return y.reshape(*activation.shape[:-1], n)
 

@@ -25,4 +25,9 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&m)[4], uint32_
                : "memory");
 }
 
+// Two matrices, whose rows are named by lanes 0 to 15.
+__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t smem_row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(smem_row_address) : "memory");
+}
+
 }  // namespace kitchen::ptx

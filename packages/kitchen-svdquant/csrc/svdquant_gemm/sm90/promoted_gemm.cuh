@@ -160,15 +160,13 @@ __device__ __forceinline__ void produce_columns(Shared& shared, const typename E
   }
 }
 
-// This warp reads the stage no more. Each warp reports for itself, to every block that may overwrite the stage.
+// This lane reads the stage no more. It reports for itself, to every block that may overwrite the stage: one arrival for a warp,
+// behind a warp barrier, is as right, but compute-sanitizer's racecheck does not follow it.
 template <class Config, class Shared>
 __device__ __forceinline__ void release(Shared& shared, int stage) {
-  const int lane = threadIdx.x % 32;
-  __syncwarp();  // every lane has read its part of A
-  if constexpr (Config::kClusterSize == 1) {
-    if (lane == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
-  } else {
-    if (lane < Config::kClusterSize) ptx::mbarrier_arrive_cluster(&shared.empty[stage], lane);
+#pragma unroll
+  for (int block = 0; block < Config::kClusterSize; ++block) {
+    Config::kClusterSize == 1 ? ptx::mbarrier_arrive(&shared.empty[stage]) : ptx::mbarrier_arrive_cluster(&shared.empty[stage], block);
   }
 }
 
@@ -192,12 +190,14 @@ struct Consumer {
   Shared& shared;
   int index;
   uint32_t codes_at;             // this lane's address for ldmatrix in the first stage, without the swizzled column
+  uint32_t scales_at;            // the same of the scales
   uint32_t swizzle;              // of its row
   uint64_t b_first, scale_first;  // descriptors of B's operands in the first stage
 
   __device__ __forceinline__ Consumer(Shared& s, int warpgroup) : shared(s), index(warpgroup) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
     codes_at = ptx::smem_address(&shared.a[0][(index * 64 + row) * kStageBytesK]);
+    scales_at = ptx::smem_address(&shared.a_scale[0][0][0][row]);
     swizzle = row % 8;
     b_first = ptx::descriptor_swizzle128(ptx::smem_address(shared.b[0]));
     // Rows of 16 bytes, eight of them a core matrix, the next one right behind it; the second half of k is zeros.
@@ -225,9 +225,9 @@ struct Consumer {
       const uint32_t chunk = (group * 4 + step * 2 + lane / 16) ^ swizzle;
       ptx::ldmatrix_x4(rows.codes[step], codes_at + stage * Config::kBytesA + chunk * 16);
     }
-    const uint32_t* const scales =
-        reinterpret_cast<const uint32_t*>(&shared.a_scale[stage][index][group][threadIdx.x / 32 % 4 * 16]) + lane;
-    rows.scales[0] = scales[0], rows.scales[1] = scales[8 * kScaleRowBytes / 4];
+    uint32_t scales[2];
+    ptx::ldmatrix_x2(scales, scales_at + ((stage * Config::kConsumers + index) * kStageGroups + group) * 64 * kScaleRowBytes);
+    rows.scales[0] = scales[0], rows.scales[1] = scales[1];
     rows.scales[2] = rows.scales[3] = 0;
   }
 
@@ -344,8 +344,7 @@ __device__ __forceinline__ void consume(Shared& shared, const Params& params, Ep
     consumer.groups(total, at, params.problem.k_stages);
     ptx::mbarrier_wait(&shared.columns_full, phase);
     epilogue.store(total, shared.columns, tile.x * Config::kTileM + index * 64 + warp * 16, tile.y * Config::kTileN);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.columns_empty);
+    ptx::mbarrier_arrive(&shared.columns_empty);
   }
 }
 
@@ -356,10 +355,10 @@ __device__ __forceinline__ void set_up(Shared& shared, const Params& params) {
     for (const CUtensorMap* map : {&params.a, &params.b, &params.low, &params.up}) ptx::tma_prefetch_map(map);
     for (int stage = 0; stage < Shared::kStages; ++stage) {
       ptx::mbarrier_init(&shared.full[stage], 1);
-      ptx::mbarrier_init(&shared.empty[stage], 4 * Config::kConsumers * Config::kClusterSize);
+      ptx::mbarrier_init(&shared.empty[stage], 128 * Config::kConsumers * Config::kClusterSize);
     }
     ptx::mbarrier_init(&shared.columns_full, 32);
-    ptx::mbarrier_init(&shared.columns_empty, 4 * Config::kConsumers);
+    ptx::mbarrier_init(&shared.columns_empty, 128 * Config::kConsumers);
     ptx::mbarrier_init_fence();
   }
   for (int i = threadIdx.x; i < Shared::kZeroRows; i += Config::kThreads) shared.zeros[i] = make_uint4(0, 0, 0, 0);

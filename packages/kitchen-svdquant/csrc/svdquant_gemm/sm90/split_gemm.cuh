@@ -29,6 +29,7 @@ template <class Config, class Epilogue>
 struct SplitStorage : SharedStorage<Config, Epilogue> {
   static_assert(sizeof(Parts<Config>) <= sizeof(SharedStorage<Config, Epilogue>::a), "what is received takes the place of A");
   uint64_t received[4 * Config::kConsumers];  // the parts of a consumer warp
+  uint64_t peers_done;                        // the consumer warps of the other blocks read their rings no more
 };
 
 // The work of a block.
@@ -70,7 +71,15 @@ __device__ __forceinline__ void produce_piece(Shared& shared, const Params& para
   }
 }
 
-// Every block of the cluster is done with its ring.
+// A barrier of the cluster's consumer warps alone: what they receive lies where their rings were. A block that has passed it and has
+// its parts is reached by nobody any more, and may end.
+template <class Config, class Shared>
+__device__ __forceinline__ void wait_for_peers(Shared& shared, const Share<Config>& share) {
+  const int lane = threadIdx.x % 32;
+  if (lane < share.splits && lane != share.rank) ptx::mbarrier_arrive_cluster(&shared.peers_done, lane);
+  ptx::mbarrier_wait(&shared.peers_done, 0);
+}
+
 template <class Config, class Shared>
 __device__ __forceinline__ void meet(Sums<Config>& total, Shared& shared, const Share<Config>& share, int warp) {
   constexpr int kQuads = Config::kTileN / 8;  // of a thread
@@ -112,8 +121,10 @@ __device__ __forceinline__ void consume_piece(Shared& shared, const Params& para
   Sums<Config> total;
   consumer.low_rank(total, at, params, share.rank_stages);
   consumer.groups(total, at, share.stages);
-  ptx::cluster_sync_diverged();
-  if (share.splits > 1) meet<Config>(total, shared, share, warp);
+  if (share.splits > 1) {
+    wait_for_peers<Config>(shared, share);
+    meet<Config>(total, shared, share, warp);
+  }
   if (!share.finishes(warp)) return;
   ptx::mbarrier_wait(&shared.columns_full, 0);
   epilogue.store(total, shared.columns, share.row + warp * 16, share.column);
@@ -132,7 +143,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::receive_init(&shared.received[warp]);
     if (share.finishes(warp)) ptx::receive_expect(&shared.received[warp], (share.splits - 1) * kPartVectors<Config> * 16);
   }
+  if (threadIdx.x == 0) ptx::mbarrier_init(&shared.peers_done, max(1, (share.splits - 1) * 4 * Config::kConsumers)), ptx::mbarrier_init_fence();
   __syncthreads();
+  if (share.splits > 1) ptx::cluster_sync();  // every block has its barriers
   ptx::griddep_wait();
 
   if (threadIdx.x < 128) {
@@ -142,8 +155,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       Epilogue::load_columns(params.epilogue, shared.columns, share.row, share.column);
       ptx::mbarrier_arrive(&shared.columns_full);
     }
-    __syncwarp();
-    ptx::cluster_sync_diverged();
   } else {
     ptx::setmaxnreg_grow<Config::kConsumerRegisters>();
     Epilogue epilogue(params.epilogue, shared.staging[threadIdx.x / 32 - 4]);
