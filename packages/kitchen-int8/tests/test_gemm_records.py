@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 from kitchen_int8._extension import EXTENSION
 from kitchen_int8.kernels import provider
 
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 SM80, SM75 = "int8/sm80", "int8/sm75"
 
 
 @pytest.fixture
 def built(monkeypatch):
-    def use(*archs):
-        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
-
-    return use
+    return partial(pretend_built, monkeypatch, EXTENSION)
 
 
 def answers(facts, **changes) -> dict[str, str | None]:
@@ -32,19 +30,19 @@ def answers(facts, **changes) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"])
 def test_release_build_has_the_sm80_path_for_every_later_chip(built, arch):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert answers(simulated_facts(arch))[SM80] is None
 
 
 def test_release_build_on_turing(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     found = answers(simulated_facts("sm_75"))
     assert found[SM75] is None
     assert "built for 80, 90a, 100, 120, 120-virtual" in found[SM80]
 
 
 def test_turing_path_runs_on_hopper_below_the_other(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert answers(simulated_facts("sm_90"))[SM75] is None
     assert "built for 75, 90a" in answers(simulated_facts("sm_80"))[SM75]
     priorities = {k.id: k.priority for k in provider.kernels}
@@ -59,7 +57,7 @@ def test_turing_without_tensor_cores(built):
 
 
 def test_volta_and_cpu_and_no_extension(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert all("built for" in reason for reason in answers(simulated_facts("sm_70")).values())
     assert all("CUDA device" in reason for reason in answers(CPU).values())
     built()
@@ -77,14 +75,14 @@ def test_volta_and_cpu_and_no_extension(built):
     ],
 )
 def test_what_a_problem_must_keep_to(built, changes, words):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     for arch in ("sm_90", "sm_75"):
         assert any(words in (reason or "") for reason in answers(simulated_facts(arch), **changes).values())
 
 
 @pytest.mark.parametrize("K", [1, 7, 131_071])
 def test_any_width_is_taken(built, K):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert answers(simulated_facts("sm_90"), K=K, N=1, M=1) == {SM80: None, SM75: None}
 
 
@@ -98,7 +96,7 @@ def hopper_answers(arch: str, op: str, **changes) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("op", ["int8_linear", "int8_scaled_mm"])
 def test_few_rows_on_hopper(built, op):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     both = {"int8/decode_sm90": None, "int8/sm90": None}
     assert hopper_answers("sm_90", op) == both
     found = hopper_answers("sm_90", op, M=17)
@@ -115,7 +113,7 @@ def test_few_rows_on_hopper(built, op):
 
 
 def test_the_whole_linear_asks_for_what_its_quantizer_asks(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert set(hopper_answers("sm_90", "int8_linear", K=4096, rotation=4096).values()) == {None}
     found = hopper_answers("sm_90", "int8_linear", K=16384, rotation=16384)
     assert all("rotates groups of at most 4096" in (reason or "") for reason in found.values())

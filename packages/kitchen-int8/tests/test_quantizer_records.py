@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 from kitchen_int8._extension import EXTENSION
 from kitchen_int8.kernels import provider
 
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 KERNELS = {
     "quantize_int8_rowwise": "int8/rowwise",
     "quantize_and_rotate_rowwise": "int8/rowwise",
@@ -23,11 +25,7 @@ KERNELS = {
 
 @pytest.fixture
 def built(monkeypatch):
-    def use(*archs):
-        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
-
-    return use
+    return partial(pretend_built, monkeypatch, EXTENSION)
 
 
 def answer(op: str, facts, **changes) -> str | None:
@@ -41,7 +39,7 @@ def answer(op: str, facts, **changes) -> str | None:
 @pytest.mark.parametrize("op", KERNELS)
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "sm_121"])
 def test_release_build_serves_every_chip_from_turing_on(built, op, arch):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert answer(op, simulated_facts(arch)) is None
 
 
@@ -53,7 +51,7 @@ def test_no_tensor_cores_are_needed(built, op):
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_what_they_cannot_run_on_is_said(built, op):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert "built for" in answer(op, simulated_facts("sm_70"))
     assert "CUDA device" in answer(op, CPU)
     built()
@@ -62,7 +60,7 @@ def test_what_they_cannot_run_on_is_said(built, op):
 
 @pytest.mark.parametrize("op", [op for op in KERNELS if op != "quantize_int8_tensorwise"])
 def test_limits_are_named(built, op):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     assert "at most 4096 columns" in answer(op, facts, K=16_384, rotation=16_384)
     assert "K from 1" in answer(op, facts, K=0)
@@ -72,6 +70,6 @@ def test_limits_are_named(built, op):
 
 
 def test_a_tensor_of_any_shape_has_one_scale(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     for changes in ({"M": 0}, {"K": 0}, {"M": 2**33, "K": 7}):
         assert answer("quantize_int8_tensorwise", simulated_facts("sm_90"), **changes) is None

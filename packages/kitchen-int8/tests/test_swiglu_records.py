@@ -8,18 +8,17 @@ import torch
 from kitchen_core import explain, simulate
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 from kitchen_int8._extension import EXTENSION
 from kitchen_int8.kernels import provider
 
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 FUSED = "int8/swiglu_sm90"
 ASKED = {"M": 1024, "N": 3072, "K": 3072, "rotation": 256, "group": 256}
 
 
 @pytest.fixture(autouse=True)
 def _built(monkeypatch):
-    info = {"has_cuda": True, "archs": RELEASE, "nvcc": "13.0.88", "reason": ""}
-    monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
+    pretend_built(monkeypatch, EXTENSION, *RELEASE_ARCHS)
 
 
 def answer(facts, **changes) -> str | None:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Times w4a8_linear (rotated, quantizer included) and its product against bf16 F.linear and, if installed, comfy-kitchen and
-humming; and the quantizer of weights.
+humming; the same for weights in the resident layout; the kernels that decode and unpack a weight, and the quantizer of weights.
 
 python packages/kitchen-w4a8/bench/w4a8.py --out benchmarks/results/h200
 
 Writes w4a8.json and w6a8.json. humming has groups of 32 and 128 of these, and no rotation: its quantizer does less. Our weights
 are N(0, 1) by the format's rule for a first scale (absmax, nearest level), which takes no time: the quantizer proper only
-refines it. Codes and scales are spread as its are. comfy-kitchen gets the same tensors.
+refines it. Codes and scales are spread as its are. comfy-kitchen gets the same tensors. Cases: g<group>, the stored layout;
+resident, groups of 16 (stored_us: as stored, in the same run); sweep, time over M; decode, unpack and requantize, of weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import kitchen_core as kc
 from kitchen_core.codebook import fixed_codebook
 from kitchen_core.packing import pack_6bit, pack_nibbles
 from kitchen_int8._extension import EXTENSION as INT8
-from kitchen_w4a8 import _launch
+from kitchen_w4a8 import _launch, resident, resident_ops
 
 SHAPES = ((4096, 4096), (4096, 24576), (12288, 4096))  # K x N
 ROWS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 8192)
@@ -37,7 +38,8 @@ ROWS_OF = {16: ROWS, 32: FEW_ROWS, 64: FEW_ROWS, 128: ROWS}  # by group
 PARTS_OF = {16: ("linear", "gemm"), 32: ("linear",), 64: ("linear",), 128: ("linear",)}
 HUMMING_GROUPS = {4: (32, 128), 6: (128,)}
 PEER_GROUPS = (16, 128)  # at which comfy-kitchen is timed too: packed and canonical, canonical
-SWEEP_SHAPE, SWEEP_GROUP = (4096, 24576), 16
+RESIDENT_ROWS, RESIDENT_GROUP = (1, 2, 4, 8, 16, 32), 16
+SWEEP_GROUP = 16
 SWEEP_ROWS = (
     1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 80, 96, 112, 128, 129, 160, 192, 224, 256, 257, 300,
 )  # fmt: skip
@@ -63,7 +65,9 @@ def cells() -> set[tuple]:
         for M in rows
         for K, N in SHAPES
     }
-    grid |= {("sweep", "linear", M, *SWEEP_SHAPE) for M in SWEEP_ROWS}
+    grid |= {("sweep", "linear", M, *shape) for M in SWEEP_ROWS for shape in SHAPES}
+    grid |= {("resident", "linear", M, *shape) for M in RESIDENT_ROWS for shape in SHAPES}
+    grid |= {(case, "quant", 0, *shape) for case in ("decode", "unpack") for shape in SHAPES}
     return grid | {("requantize", "quant", 0, *shape) for shape in REQUANTIZE_SHAPES}
 
 
@@ -204,28 +208,42 @@ def dense_weight(weight: tuple, N: int, group: int) -> torch.Tensor:
     )
 
 
-def measure(K, N, bits, group, M, weights, exact, dense, compare, reader, *, sweep: bool, reps: int) -> list[dict]:
-    """Rows for the linear and the product, all columns from one interleaved run."""
+def lay_out(weight: tuple, shape: resident.Shape) -> torch.Tensor:
+    """The records of a weight in the resident layout."""
+    stored = torch.cat([tensor.flatten().view(torch.uint8) for tensor in weight[:2]])
+    return resident.pack(stored, shape)
+
+
+def measure(
+    K, N, bits, group, M, weights, exact, dense, compare, reader, *, case: str, reps: int, records=None
+) -> list[dict]:
+    """Rows for the linear and the product, all columns from one interleaved run. ``records``: the weights laid out for
+    decoding, which the linear takes instead."""
     x = torch.randn(M, K, device="cuda", dtype=BF16)
     codes, scale = kc.quantize_and_rotate_rowwise(x, ROTATION)
     read_bytes = N * K * bits // 8 + N * K // group + 4 * N + 2 * M * (K + N)
 
-    def ours(i):
+    def stored(i):
         return kc.w4a8_linear(x, *weights[i], group_size=group, convrot_groupsize=ROTATION)
 
+    def laid_out(i):
+        shape = resident.Shape(N, K, bits, group)
+        rest = (shape, None, None, ROTATION, "none", None, 0.0, None, None)
+        return resident_ops.linear(x, records[i], *weights[i][2:], *rest)
+
+    ours = stored if records is None else laid_out
     variants = {"linear": ours, "bf16": lambda i: F.linear(x, dense[i % len(dense)]), "read": reader.call(read_bytes)}
-    parts = ("linear",) if sweep else PARTS_OF[group]
+    parts = ("linear",) if case != f"g{group}" else PARTS_OF[group]
     if "gemm" in parts:
         variants["gemm"] = lambda i: kc.w4a8_scaled_mm(codes, scale, *weights[i], group_size=group)
+    if records is not None:
+        variants["stored"] = stored
     theirs = {name: make(x) for name, make in compare.items()}
     variants |= {name: call for name, call in theirs.items() if works(call)}
     copies = benchlib.copies_for(read_bytes, len(weights))
     times = benchlib.time_variants(variants, copies, target_us=250.0, reps=reps)
-    with kc.trace() as calls:
-        y = ours(0)
-    kernel = dict(calls)["w4a8_linear"]
-    if kernel == "core/composed":
-        kernel = dict(calls)["w4a8_scaled_mm"]
+    kernel = kernel_of(stored) if records is None else resident_ops.KERNEL
+    y = ours(0)
     peer_us = {name: times[name].us for name in theirs if name in times}
     ck_us = min((us for name, us in peer_us.items() if name.startswith("ck")), default=None)
     best = min(peer_us, key=peer_us.get, default=None)
@@ -238,20 +256,79 @@ def measure(K, N, bits, group, M, weights, exact, dense, compare, reader, *, swe
     }  # fmt: skip
     return [
         {
-            "case": "sweep" if sweep else f"g{group}", "part": part, **shared, "us": round(times[part].us, 3),
+            "case": case, "part": part, **shared, "us": round(times[part].us, 3),
             "us_p80": round(times[part].us_p80, 3), "ck_us": round(ck_us, 3) if ck_us and part == "linear" else None,
             "humming_us": round(peer_us["humming"], 3) if "humming" in peer_us and part == "linear" else None,
             "best_peer": {"name": best, "us": round(peer_us[best], 3)} if best and part == "linear" else None,
+            **({"stored_us": round(times["stored"].us, 3)} if "stored" in times else {}),
         }
         for part in parts
     ]  # fmt: skip
+
+
+def kernel_of(call) -> str:
+    """The kernel that a linear runs."""
+    with kc.trace() as calls:
+        call(0)
+    chosen = dict(calls)["w4a8_linear"]
+    return dict(calls)["w4a8_scaled_mm"] if chosen == "core/composed" else chosen
 
 
 def plan_of(kernel: str, M: int, N: int, K: int, bits: int, group: int) -> str:
     """The plan in words, where the kernel has one."""
     if kernel == "w4a8/hopper":
         return _launch.hopper_plan(M, N, K, bits, group, True, 0).words.rpartition(": ")[2]
-    return _launch.stream_plan(M, N, K, bits, group, 0).words.rpartition(": ")[2] if kernel == "w4a8/stream" else ""
+    plans = {"w4a8/stream": _launch.stream_plan, resident_ops.KERNEL: _launch.resident_plan}
+    return plans[kernel](M, N, K, bits, group, 0).words.rpartition(": ")[2] if kernel in plans else ""
+
+
+def weight_row(
+    case: str, K: int, N: int, group: int, time: benchlib.Timing, copy_us: float | None, kernel: str
+) -> dict:
+    """A row of a kernel that has no rows of x."""
+    return {
+        "case": case, "part": "quant", "M": 0, "N": N, "K": K, "group": group, "us": round(time.us, 3),
+        "us_p80": round(time.us_p80, 3), "bf16_us": None, "ck_us": None, "humming_us": None, "best_peer": None,
+        "read_us": None, "copy_us": copy_us and round(copy_us, 3), "err": None, "err_bf16": None, "kernel": kernel,
+        "workspace_bytes": 0, "plan": "",
+    }  # fmt: skip
+
+
+def measure_unpacked(
+    K: int, N: int, bits: int, group: int, weights: list[tuple], records: list, reps: int
+) -> list[dict]:
+    """Decoding a weight to INT8 and unpacking it from the resident layout, each beside a copy of as many bytes."""
+    shape = resident.Shape(N, K, bits, group)
+    out = [torch.empty(N, K, dtype=torch.int8, device="cuda") for _ in range(2)]
+    bytes_of = {"decode": (N * shape.row_bytes + N * K) // 2, "unpack": N * shape.row_bytes}  # each way, of the copy
+    source = torch.randint(0, 256, (len(weights), max(bytes_of.values())), dtype=torch.uint8, device="cuda")
+
+    def copy(case: str):
+        def call(i):
+            stream = torch.cuda.current_stream().cuda_stream
+            INT8.module.yardstick_copy(
+                source[i].data_ptr(), out[i % 2].data_ptr(), bytes_of[case] // 16 * 16, 1, 0, stream
+            )
+
+        return call
+
+    variants = {
+        "decode": lambda i: _launch.decode(*weights[i][:2], weights[i][3], group, out=out[i % 2]),
+        "unpack": lambda i: resident_ops.unpack(records[i], shape),
+        "copy decode": copy("decode"), "copy unpack": copy("unpack"),
+    }  # fmt: skip
+    times = benchlib.time_variants(variants, len(weights), target_us=500.0, reps=reps)
+    rows = [
+        weight_row(case, K, N, group, times[case], times[f"copy {case}"].us, kernel)
+        for case, kernel in (("decode", "w4a8/decode"), ("unpack", "w4a8/unpack"))
+    ]
+    for row in rows:
+        us, copy_us = row["us"], row["copy_us"]
+        print(
+            f"{row['case']} K={K:5} N={N:5} {bits} bits {us:8.2f} us, copy {copy_us:7.2f} = {copy_us / us:4.0%}",
+            flush=True,
+        )
+    return rows
 
 
 def measure_requantize(K: int, N: int, bits: int, reps: int) -> dict:
@@ -268,12 +345,7 @@ def measure_requantize(K: int, N: int, bits: int, reps: int) -> dict:
     print(
         f"requantize K={K:5} N={N:5} {bits} bits {times.us:8.2f} us  {dict(calls)['quantize_w4a8_weight']}", flush=True
     )
-    return {
-        "case": "requantize", "part": "quant", "M": 0, "N": N, "K": K, "group": 16, "us": round(times.us, 3),
-        "us_p80": round(times.us_p80, 3), "bf16_us": None, "ck_us": None, "humming_us": None, "best_peer": None,
-        "read_us": None, "copy_us": None, "err": None, "err_bf16": None, "kernel": dict(calls)["quantize_w4a8_weight"],
-        "workspace_bytes": 0, "plan": "",
-    }  # fmt: skip
+    return weight_row("requantize", K, N, 16, times, None, dict(calls)["quantize_w4a8_weight"])
 
 
 def tell(rows: list[dict]) -> None:
@@ -312,13 +384,24 @@ def main() -> None:
                 exact = dense_weight(made, N, group)
                 for M in ROWS_OF[group]:
                     found = measure(
-                        K, N, bits, group, M, weights, exact, dense, compare, reader, sweep=False, reps=args.reps
+                        K, N, bits, group, M, weights, exact, dense, compare, reader, case=f"g{group}", reps=args.reps
                     )
                     tell(found[:1])
                     rows[family] += found
-                if (K, N) == SWEEP_SHAPE and group == SWEEP_GROUP:
+                if group == RESIDENT_GROUP:
+                    records = [lay_out(weight, resident.Shape(N, K, bits, group)) for weight in weights]
+                    for M in RESIDENT_ROWS:
+                        found = measure(
+                            K, N, bits, group, M, weights, exact, dense, compare, reader, case="resident", reps=args.reps,
+                            records=records,
+                        )  # fmt: skip
+                        tell(found)
+                        rows[family] += found
+                    rows[family] += measure_unpacked(K, N, bits, group, weights, records, args.reps)
+                    del records
+                if group == SWEEP_GROUP:
                     for M in SWEEP_ROWS:
-                        found = measure(K, N, bits, group, M, weights, exact, dense, {}, reader, sweep=True, reps=3)
+                        found = measure(K, N, bits, group, M, weights, exact, dense, {}, reader, case="sweep", reps=3)
                         tell(found)
                         rows[family] += found
                 del weights, compare, other

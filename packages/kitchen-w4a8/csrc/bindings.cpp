@@ -10,6 +10,7 @@
 #include "decode_w4a8_weight/decode_w4a8_weight.h"
 #include "kitchen/host/check.h"
 #include "kitchen/host/device.h"
+#include "quantize_int8_rowwise/code_order.cuh"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
 #include "quantize_w4a8_weight/quantize_w4a8_weight.h"
 #include "unpack_w4a8_weight/unpack_w4a8_weight.h"
@@ -172,9 +173,9 @@ w4a8::ScaledMmParams scaled_mm_params(int64_t M, int64_t N, int64_t K, int bits,
 
 // Every product takes the same arguments; `run` gets them with the plan. <name>_linear is the quantizer of activations and the
 // product behind it, each a programmatic dependent of the kernel in front: each waits for that before it reads or writes
-// anything but weights, and lets the next start only then.
-template <class Run>
-void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Run run) {
+// anything but weights, and lets the next start only then. `order(bits, plan)` is that of the codes of x that it wants.
+template <class Order, class Run>
+void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Order order, Run run) {
   m.def(
       name.c_str(),
       [run](int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t a, uintptr_t a_scale, uintptr_t codes,
@@ -191,29 +192,36 @@ void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Ru
       py::arg("workspace"), py::arg("programmatic"), py::arg("plan"), py::arg("device"), py::arg("stream"), doc);
   m.def(
       (name + "_linear").c_str(),
-      [run](uintptr_t x, int64_t x_row_stride, int dtype, int rotation, int act, uintptr_t act_weight, int act_weight_dtype,
+      [order, run](uintptr_t x, int64_t x_row_stride, int dtype, int rotation, int act, uintptr_t act_weight, int act_weight_dtype,
             float act_eps, int64_t M, int64_t N, int64_t K, int bits, int group, uintptr_t codes, uintptr_t s_rel,
             uintptr_t codebook, uintptr_t b_scale, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
             int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const std::optional<Plan>& plan,
             int device, uintptr_t stream) {
-        const uintptr_t scales = workspace + M * K;
+        const int8::CodeOrder wanted = order(bits, plan);
+        const int64_t row_bytes = int8::row_bytes(static_cast<int>(K), wanted);
+        const uintptr_t scales = workspace + M * row_bytes;
         auto quantizer = activation_params(x, x_row_stride, dtype, workspace, scales, M, K, rotation, act, act_weight,
                                            act_weight_dtype, act_eps, 0);
         const bool early = host::attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
         quantizer.programmatic_launch = early;
-        const auto p = scaled_mm_params(M, N, K, bits, group, workspace, scales, codes, s_rel, codebook, b_scale, bias, bias_type,
+        quantizer.order = wanted;
+        auto p = scaled_mm_params(M, N, K, bits, group, workspace, scales, codes, s_rel, codebook, b_scale, bias, bias_type,
                                         residual, residual_scale, residual_scale_stride, out, out_type, early);
+        p.ordered = wanted != int8::CodeOrder::kColumns;
         int8::quantize_int8_rowwise(quantizer, nullptr, device, reinterpret_cast<cudaStream_t>(stream));
-        run(p, pointer<int8_t>(workspace + ((K + 4) * M + 255) / 256 * 256), plan, device,
+        run(p, pointer<int8_t>(workspace + ((row_bytes + 4) * M + 255) / 256 * 256), plan, device,
             reinterpret_cast<cudaStream_t>(stream));
       },
-      "workspace, aligned to 256: (K + 4) * M bytes rounded up to 256, then the product's own; K a multiple of 16.");
+      "workspace, aligned to 256: codes and scales of x, (K + 4) * M bytes rounded up to 256, then the product's own; K a "
+      "multiple of 16. Hopper's tiles want the rows of codes padded to 128 columns, and nothing more.");
 }
+
+int8::CodeOrder by_columns(int, const std::optional<Plan>&) { return int8::CodeOrder::kColumns; }
 
 #ifdef KITCHEN_HAVE_SM80
 void bind_stream(py::module_& m) {
   namespace stream = w4a8::stream;
-  bind_scaled_mm(m, "w4a8_stream", "1 to 16 rows of a. plan: (warps side by side, pieces of K), None chooses.",
+  bind_scaled_mm(m, "w4a8_stream", "1 to 16 rows of a. plan: (warps side by side, pieces of K), None chooses.", by_columns,
                  [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
                    const stream::Plan forced = plan ? stream::Plan{plan->first, plan->second} : stream::Plan{};
                    stream::run(p, plan ? &forced : nullptr, device, on);
@@ -244,6 +252,7 @@ void bind_resident(py::module_& m) {
   namespace resident = w4a8::resident;
   bind_scaled_mm(m, "w4a8_resident",
                  "1 to 32 rows of a; codes are the records of the resident layout, s_rel is not looked at. plan: (warps side by side, pieces of K).",
+                 by_columns,
                  [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
                    const resident::Plan forced = plan ? resident::Plan{plan->first, plan->second} : resident::Plan{};
                    resident::run(p, plan ? &forced : nullptr, device, on);
@@ -271,7 +280,12 @@ void bind_resident(py::module_& m) {
 void bind_hopper(py::module_& m) {
   namespace hopper = w4a8::hopper;
   bind_scaled_mm(m, "w4a8_hopper",
-                 "workspace: as w4a8_hopper_plan says. plan: (tokens of a tile or 0, pieces of K), None chooses.",
+                 "workspace: as w4a8_hopper_plan says. plan: (tokens of a tile or 0, pieces of K), None chooses (w4a8_hopper_linear "
+                 "wants one).",
+                 [](int bits, const std::optional<Plan>& plan) {
+                   host::require(plan.has_value(), "w4a8_hopper_linear: no plan is given, from which the order of the codes of x follows");
+                   return hopper::token_order({plan->first, plan->second}, bits);
+                 },
                  [](const w4a8::ScaledMmParams& p, int8_t* workspace, const std::optional<Plan>& plan, int device, cudaStream_t on) {
                    const hopper::Plan forced = plan ? hopper::Plan{plan->first, plan->second} : hopper::Plan{};
                    hopper::run(p, workspace, plan ? &forced : nullptr, device, on);

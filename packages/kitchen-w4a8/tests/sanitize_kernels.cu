@@ -202,10 +202,10 @@ void check_decode(const Weight& w) {
   compare("decode, float32 scales", out.read(), w.decoded);
 }
 
-void check_stream(const Weight& w) {
+void check_stream(const Weight& w, const std::vector<stream::Plan>& plans = {{2, 1}, {4, 2}}) {
   for (const int M : {3, 13}) {
     const Problem problem(M, w);
-    for (const stream::Plan plan : {stream::Plan{2, 1}, stream::Plan{4, 2}}) {
+    for (const stream::Plan& plan : plans) {
       if (stream::rejected({M, w.N, w.K, w.bits, w.group}, plan, stream::query(0)) != nullptr) continue;
       problem.check("stream", [&](const ScaledMmParams& p) { stream::run(p, &plan, 0, nullptr); });
     }
@@ -256,12 +256,15 @@ void check_resident(const Weight& w) {
 }
 
 void check_hopper(const Weight& w) {
-  for (const hopper::Plan plan :
-       {hopper::Plan{32, 1}, hopper::Plan{64, 2}, hopper::Plan{128, 1}, hopper::Plan{160, 3}, hopper::Plan{192, 1},
-        hopper::Plan{192, 2}, hopper::Plan{256, 1}, hopper::Plan{256, 2}, hopper::Plan{0, 1}}) {
-    const int M = plan.tokens + 5;
+  struct Case {
+    hopper::Plan plan;
+    int M;
+  };
+  for (const auto& [plan, M] : {Case{{32, 1}, 37}, Case{{64, 2}, 69}, Case{{128, 1}, 133}, Case{{160, 1}, 40}, Case{{160, 1}, 100},
+                                Case{{160, 3}, 165}, Case{{192, 1}, 197}, Case{{192, 2}, 197}, Case{{256, 1}, 261},
+                                Case{{256, 2}, 261}, Case{{0, 1}, 5}}) {
     const Problem problem(M, w);
-    problem.check("hopper " + std::to_string(plan.tokens), [&](const ScaledMmParams& p) {
+    problem.check("hopper " + std::to_string(plan.tokens), [&, plan = plan](const ScaledMmParams& p) {
       const hopper::Problem asked = hopper::problem_of(p);
       const hopper::Plan used = hopper::rejected(asked, plan) == nullptr ? plan : hopper::Plan{32, 1};
       int8_t* workspace = nullptr;  // not initialised: nothing may rely on what is in it
@@ -315,6 +318,7 @@ int main(int count, char** words) {
       const Weight w((group == 16) == (bits == 4) ? 137 : 136, 576, bits, group);
       if (wanted("decode")) check_decode(w);
       if (wanted("stream")) check_stream(w);
+      if (wanted("stream") && group == 16) check_stream(Weight(2200, 256, bits, group), {{1, 1}});  // more tiles than SMs
       if (wanted("hopper")) check_hopper(w);
       if (wanted("resident")) check_resident(Weight(144, 768, bits, group));
     }

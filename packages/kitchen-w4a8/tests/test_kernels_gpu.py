@@ -18,7 +18,8 @@ from kitchen_w4a8 import _launch
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = (BF16, FP16, torch.float32)
 KERNELS = ("w4a8/stream", "w4a8/hopper", "w4a8/decoded")
 MOST_ROWS = {"w4a8/stream": 16, "w4a8/hopper": 300, "w4a8/decoded": 300}
 STREAM_PLANS = [(warps, splits) for warps in (1, 2, 4, 8, 16) for splits in (1, 2, 4, 8)]
@@ -350,6 +351,32 @@ def test_views_are_made_contiguous(kernel):
         assert ops.w4a8_scaled_mm(*empty).shape == (0, 72)
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+def test_linear_equals_its_two_steps_where_codes_are_ordered(bits, monkeypatch):
+    """The quantizer of activations writes the order that the tiles want: each of its kernels, rows that end anywhere."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("w4a8/hopper needs a GPU of compute capability 9.0")
+    cases = [
+        # K, rotation, rows, dtype, activation: by clusters, one and two tiles a warp, few butterflies, staged, chunks
+        (320, 64, 20, BF16, "none"), (320, 0, 300, FP16, "none"), (1088, 16, 70, torch.float32, "none"),
+        (4160, 64, 300, BF16, "none"), (4352, 256, 300, BF16, "none"), (8448, 256, 20, FP16, "none"),
+        (4352, 256, 600, BF16, "swiglu"), (4096, 256, 600, FP16, "swiglu"), (1536, 256, 40, torch.float32, "none"),
+        (1536, 256, 800, BF16, "none"), (960, 4, 33, BF16, "gelu_tanh"), (4096, 1024, 40, BF16, "none"),
+        (16960, 64, 40, BF16, "none"),
+    ]  # fmt: skip
+    planned = _launch.hopper_plan
+    for K, rotation, M, dtype, act in cases:
+        packed, scales = weight(136, K, bits, 32)
+        rest = (packed, scales, floats(136).abs(), codebook("fixed") if bits == 4 else None)
+        x = floats(M, K * (2 if act == "swiglu" else 1), dtype=dtype)
+        codes, scale = _launch.quantize_activation(x, rotation, act)
+        want = reference.w4a8_scaled_mm(codes, scale, *rest, None, None, dtype, 32)
+        for plan in ((32, 1), (64, 2), (128, 1), (160, 1), (192, 1), (256, 1), (0, 1)):
+            monkeypatch.setattr(_launch, "hopper_plan", lambda *problem, plan=plan: planned(*problem[:7], plan))
+            out = _launch.linear(_launch.HOPPER, x, *rest, group_size=32, convrot_groupsize=rotation, input_act=act)
+            assert torch.equal(out, want), (K, rotation, M, dtype, act, plan)
+
+
 # ------------------------------------------------------------------------------------- graphs, streams, compile, PDL
 
 
@@ -506,6 +533,21 @@ def test_activations_rotations_and_residuals_in_one_call():
                         input_act_eps=1e-6, residual=residual, residual_scale=floats(520, seed=3),
                     )  # fmt: skip
                     assert_equal(got, want, f"{M} {dtype} {act} {rotation}")
+
+
+@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("M", [5, 16, 40, 600, 4096])
+def test_rows_of_zeros_and_rows_that_are_not_finite_touch_no_other(M, bits):
+    packed, scales = weight(136, 1024, bits, 16)
+    table = codebook("fixed") if bits == 4 else None
+    weights, bias = (packed, scales, floats(136).abs() + 0.01, table, None), floats(136, dtype=torch.bfloat16, seed=4)
+    x = floats(M, 1024, dtype=torch.bfloat16)
+    want = ops.w4a8_linear(x, *weights, bias, convrot_groupsize=256)
+    x[0], x[1], x[2, 5], x[3, 1000] = 0.0, -0.0, float("inf"), float("nan")
+    got = ops.w4a8_linear(x, *weights, bias, convrot_groupsize=256)
+    assert torch.equal(got[:2], bias.expand(2, -1))
+    assert got[2:4].isnan().all()
+    assert torch.equal(got[4:], want[4:])
 
 
 @pytest.mark.parametrize("act", ["none", "swiglu", "rms_norm", "gelu_tanh", "situ"])

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 from kitchen_w4a8._extension import EXTENSION
 from kitchen_w4a8.kernels import FEW_ROWS, RESIDENT_ROWS, provider
 
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 DECODE, STREAM, HOPPER, DECODED = "w4a8/decode", "w4a8/stream", "w4a8/hopper", "w4a8/decoded"
 RESIDENT = "w4a8/resident"
 
 
 @pytest.fixture
 def built(monkeypatch):
-    def use(*archs):
-        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
-
-    return use
+    return partial(pretend_built, monkeypatch, EXTENSION)
 
 
 def answers(facts, op="w4a8_scaled_mm", **changes) -> dict[str, str | None]:
@@ -41,7 +39,7 @@ def chosen(facts, **changes) -> str | None:
 @pytest.mark.parametrize("op", ["w4a8_scaled_mm", "w4a8_linear"])
 @pytest.mark.parametrize("bits", [4, 6])
 def test_hopper_takes_few_rows_by_the_stream_and_more_by_wgmma(built, op, bits):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     assert chosen(facts, op=op, bits=bits, M=1) == chosen(facts, op=op, bits=bits, M=FEW_ROWS) == STREAM
     assert chosen(facts, op=op, bits=bits, M=FEW_ROWS + 1) == HOPPER
@@ -50,7 +48,7 @@ def test_hopper_takes_few_rows_by_the_stream_and_more_by_wgmma(built, op, bits):
 
 @pytest.mark.parametrize("op", ["w4a8_scaled_mm", "w4a8_linear"])
 def test_a_resident_weight_has_a_kernel_of_its_own_on_hopper(built, op):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     few = {"op": op, "options": ("resident",), "M": RESIDENT_ROWS}
     assert chosen(facts, **few) == RESIDENT
@@ -62,7 +60,7 @@ def test_a_resident_weight_has_a_kernel_of_its_own_on_hopper(built, op):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"])
 def test_other_chips_stream_few_rows_and_decode_for_more(built, arch):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts(arch)
     assert chosen(facts, M=1) == STREAM
     assert chosen(facts, M=64) == DECODED
@@ -70,7 +68,7 @@ def test_other_chips_stream_few_rows_and_decode_for_more(built, arch):
 
 
 def test_turing_decodes(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_75")
     assert chosen(facts, M=1) == DECODED
     assert "needs sm_80 or later" in answers(facts)[STREAM]
@@ -80,7 +78,7 @@ def test_turing_decodes(built):
 
 
 def test_volta_cpu_and_no_extension(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert all("built for" in reason or "needs sm" in reason for reason in answers(simulated_facts("sm_70")).values())
     assert all("CUDA device" in reason for reason in answers(CPU).values())
     built()
@@ -100,7 +98,7 @@ def test_volta_cpu_and_no_extension(built):
     ],
 )
 def test_what_only_the_decoding_route_takes_is_refused_by_name(built, changes, words):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     found = answers(simulated_facts("sm_90"), **changes)
     assert words in found[STREAM]
     assert words in found[HOPPER]
@@ -109,12 +107,12 @@ def test_what_only_the_decoding_route_takes_is_refused_by_name(built, changes, w
 
 @pytest.mark.parametrize(("changes", "words"), [({"K": 131_072}, "131071"), ({"out_dtype": torch.float64}, "float64")])
 def test_what_nothing_takes(built, changes, words):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert all(words in reason for reason in answers(simulated_facts("sm_90"), **changes).values())
 
 
 def test_rows_that_do_not_fit_shared_memory_are_not_streamed(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     assert chosen(simulated_facts("sm_86"), M=16) == DECODED
     assert "too many for NVIDIA GeForce RTX 3090" in answers(simulated_facts("sm_86"), M=16)[STREAM]
     assert chosen(simulated_facts("sm_90"), M=16, K=65536) == STREAM
@@ -123,7 +121,7 @@ def test_rows_that_do_not_fit_shared_memory_are_not_streamed(built):
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120"])
 def test_weights_are_quantized_on_every_chip(built, arch):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts(arch)
     asked = {"op": "quantize_w4a8_weight", "M": 4096, "N": 0, "rotation": 256}
     assert answers(facts, **asked) == {"w4a8/quantize": None}
@@ -132,7 +130,7 @@ def test_weights_are_quantized_on_every_chip(built, arch):
 
 
 def test_activations_are_quantized_without_kitchen_int8(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     asked = {"op": "quantize_and_rotate_rowwise", "N": 0, "rotation": 4096}
     assert answers(facts, **asked) == {"w4a8/rowwise": None}

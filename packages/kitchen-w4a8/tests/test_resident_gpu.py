@@ -77,8 +77,7 @@ def records_of(arguments: list) -> tuple[torch.Tensor, Shape]:
     n, k = packed.shape[0], scales.shape[1] * group
     shape = Shape(n, k, _launch.bits_of(packed, k), group)
     buffer = torch.cat([t.reshape(-1).view(torch.uint8) for t in (packed, scales)])
-    resident.pack(buffer, shape)
-    return buffer.view(torch.int8), shape
+    return resident.pack(buffer, shape), shape
 
 
 def product(arguments: list, plan=None) -> torch.Tensor:

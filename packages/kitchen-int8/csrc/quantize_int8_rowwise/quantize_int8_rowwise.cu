@@ -104,8 +104,10 @@ QuantizePlan choose_plan(const QuantizeParams& p, const QuantizeDevice& device) 
   return plan;
 }
 
-void quantize_int8_rowwise(const QuantizeParams& p, const QuantizePlan* forced, int device, cudaStream_t stream) {
-  if (p.M == 0) return;
+void quantize_int8_rowwise(const QuantizeParams& given, const QuantizePlan* forced, int device, cudaStream_t stream) {
+  if (given.M == 0) return;
+  QuantizeParams p = given;
+  p.row_bytes = row_bytes(p.K, p.order);
   host::DeviceGuard guard(device);
   const QuantizeDevice facts = query(device);
   const QuantizePlan plan = forced ? *forced : choose_plan(p, facts);

@@ -10,11 +10,18 @@
 
 namespace kitchen::int8 {
 
+// Where codes lie in a row.
+enum class CodeOrder {
+  kColumns,    // column by column
+  kLanes,      // as 32 neighbouring columns a lane of four make wgmma's operand; code_order.cuh says which, rows padded by zeros
+  kLanePairs,  // the same, of each 16 columns i and i + 8 side by side (kitchen/quant/w4a8_decode.h: kOrder6)
+};
+
 struct QuantizeParams {
   const void* x;           // [M, K], or [M, 2K] for an activation of a pair; last dim contiguous
   int64_t x_row_stride;    // elements
   const void* act_weight;  // [K] for rms_norm, else nullptr
-  int8_t* codes;           // [M, K] contiguous
+  int8_t* codes;           // [M, K] contiguous (another order: rows padded to a multiple of 128 columns)
   float* scales;           // [M]
   int64_t M;
   int K;
@@ -24,6 +31,8 @@ struct QuantizeParams {
   quant::InputAct act;
   uint64_t seed;  // 0 rounds to nearest
   bool programmatic_launch;  // start while the kernel in front ends (waits for it before it reads)
+  CodeOrder order;
+  int row_bytes;  // of codes; the launcher fills it in (code_order.cuh)
 };
 
 // What a plan depends on.

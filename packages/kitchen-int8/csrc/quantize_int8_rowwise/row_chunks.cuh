@@ -8,6 +8,7 @@
 #include "kitchen/quant/apply_input_act.h"
 #include "kitchen/quant/hadamard.h"
 #include "kitchen/quant/int8_codes.h"
+#include "quantize_int8_rowwise/code_order.cuh"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
 
 namespace kitchen::int8 {
@@ -83,15 +84,18 @@ __global__ void __launch_bounds__(kChunkThreads) quantize_row_chunks(const Quant
   const quant::RowScale scale = quant::row_scale(absmax);
   if (threadIdx.x == 0) p.scales[row] = scale.scale;
 
+  const int bytes = p.row_bytes;
+  int8_t* const codes = p.codes + row * bytes;
   for (int first = 0; first < p.K; first += kChunkColumns) {
     const int count = min(kChunkColumns, p.K - first);
     if (p.K > kChunkColumns) prepare_chunk(p, row, first, count, rms, shared);  // else the row is still there
     for (int i = threadIdx.x; i < count; i += kChunkThreads) {
-      const int64_t element = row * p.K + first + i;
-      p.codes[element] = quant::code(shared.values[i], scale, static_cast<uint64_t>(element), p.seed);
+      const uint64_t element = static_cast<uint64_t>(row) * p.K + first + i;
+      codes[ordered_code(first + i, p.order)] = quant::code(shared.values[i], scale, element, p.seed);
     }
     __syncthreads();
   }
+  for (int k = p.K + threadIdx.x; k < bytes; k += kChunkThreads) codes[ordered_code(k, p.order)] = 0;
 }
 
 }  // namespace kitchen::int8

@@ -19,6 +19,7 @@
 #include "kitchen/quant/apply_input_act.h"
 #include "kitchen/quant/hadamard.h"
 #include "kitchen/quant/int8_codes.h"
+#include "quantize_int8_rowwise/code_order.cuh"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
 
 namespace kitchen::int8 {
@@ -202,7 +203,45 @@ __device__ __forceinline__ uint32_t transpose_halves(uint32_t word, int lane) {
   return ptx::pick_bytes(word, next, lane & 1 ? 0x3276 : 0x5410);
 }
 
-// codes: of this row, from the warp's first column on; `left` the number of columns from there to K.
+// In another order, layout B: `words[i]` holds the four columns from `column + kStep * i` on, `column` as in store_tiles. Lanes
+// kPartner apart hold columns 8 apart.
+template <class C>
+__device__ __forceinline__ void store_ordered(uint32_t (&words)[4], const QuantizeParams& p, int8_t* codes, int column, int left,
+                                              int lane) {
+  constexpr int kPartner = C::kTiles == 1 ? 8 : 4;
+  if (p.order == CodeOrder::kLanePairs) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, words[i], kPartner);
+      words[i] = ptx::pick_bytes(words[i], other, lane & kPartner ? 0x3726 : 0x5140);
+    }
+  }
+  if constexpr (C::kTiles == 2) {  // the four words are neighbours
+    if (C::kExact || column < left)
+      *reinterpret_cast<uint4*>(codes + ordered_word(column, p.order)) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (C::kExact || column + 64 * i < left) *reinterpret_cast<uint32_t*>(codes + ordered_word(column + 64 * i, p.order)) = words[i];
+    }
+  }
+}
+
+// The same of layout A: `words` are the lane's 16 columns.
+template <class C>
+__device__ __forceinline__ void store_ordered_columns(const uint32_t (&words)[4], const QuantizeParams& p, int8_t* codes,
+                                                      int column, int left) {
+  if (!C::kExact && column >= left) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = i % 2 == 0 ? ptx::pick_bytes(words[i / 2], words[i / 2 + 2], 0x5140)
+                                     : ptx::pick_bytes(words[i / 2], words[i / 2 + 2], 0x7362);
+    const int at = ordered_word(column + 4 * i, CodeOrder::kLanes);
+    *reinterpret_cast<uint32_t*>(codes + at) = p.order == CodeOrder::kLanePairs ? pair : words[i];
+  }
+}
+
+// codes: of this row, from the warp's first column on; `left` the number of bytes from there to the row's end.
 template <class C>
 __device__ __forceinline__ void store_tiles(const float (&v)[C::kValues], const quant::RowScale& scale, const QuantizeParams& p,
                                             int8_t* codes, int left, int lane) {
@@ -212,16 +251,25 @@ __device__ __forceinline__ void store_tiles(const float (&v)[C::kValues], const 
     quant::pack_codes(v + t * kLaneColumns, scale, words);
     if (!ends_in_layout_b<C>(p)) {
       const int column = t * kTileColumns + lane * kLaneColumns;
-      if (C::kExact || column < left) *reinterpret_cast<uint4*>(codes + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      if (p.order != CodeOrder::kColumns) {
+        store_ordered_columns<C>(words, p, codes, column, left);
+      } else if (C::kExact || column < left) {
+        *reinterpret_cast<uint4*>(codes + column) = make_uint4(words[0], words[1], words[2], words[3]);
+      }
       continue;
     }
     const int column = C::kTiles == 1 ? 256 * (lane / 16) + 16 * (lane & 3) + (lane & 12)
                                       : 256 * (lane / 8) + 128 * t + 16 * (lane & 1) + 2 * (lane & 6);
     constexpr int kStep = C::kTiles == 1 ? 64 : 32;
 #pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = C::kTiles == 1 ? transpose_bytes(words[i], lane) : transpose_halves(words[i], lane);
+    if (p.order != CodeOrder::kColumns) {
+      store_ordered<C>(words, p, codes, column, left, lane);
+      continue;
+    }
+#pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t word = C::kTiles == 1 ? transpose_bytes(words[i], lane) : transpose_halves(words[i], lane);
-      if (C::kExact || column + kStep * i < left) *reinterpret_cast<uint32_t*>(codes + column + kStep * i) = word;
+      if (C::kExact || column + kStep * i < left) *reinterpret_cast<uint32_t*>(codes + column + kStep * i) = words[i];
     }
   }
 }
@@ -289,9 +337,9 @@ __global__ void __launch_bounds__(C::kMaxThreads, C::kMinCtas) quantize_rows(con
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   float* words = reinterpret_cast<float*>(exchange_memory) + warp * C::kTiles * kExchangeWords;
   const int warp_column = warp * C::kTiles * kTileColumns, column = warp_column + lane * kLaneColumns;
-  const int64_t x_step = gridDim.x * p.x_row_stride, codes_step = static_cast<int64_t>(gridDim.x) * p.K;
+  const int64_t x_step = gridDim.x * p.x_row_stride, codes_step = static_cast<int64_t>(gridDim.x) * p.row_bytes;
   const typename C::T* x = static_cast<const typename C::T*>(p.x) + blockIdx.x * p.x_row_stride + column;
-  int8_t* codes = p.codes + static_cast<int64_t>(blockIdx.x) * p.K + warp_column;
+  int8_t* codes = p.codes + static_cast<int64_t>(blockIdx.x) * p.row_bytes + warp_column;
 
   ptx::wait_then_launch_dependents();
   RawTile<C> raw[C::kTiles];
@@ -307,7 +355,7 @@ __global__ void __launch_bounds__(C::kMaxThreads, C::kMinCtas) quantize_rows(con
     rotate<C>(v, p, words, lane);
     const quant::RowScale scale = quant::row_scale(reduce_max(thread_max(v), shared.warp_max[parity]));
     if (threadIdx.x == 0) p.scales[row] = scale.scale;
-    store_tiles<C>(v, scale, p, codes, p.K - warp_column, lane);
+    store_tiles<C>(v, scale, p, codes, p.row_bytes - warp_column, lane);
   }
 }
 
@@ -361,14 +409,13 @@ __global__ void __launch_bounds__(C::kMaxThreads, C::kMinCtas) quantize_rows_sta
   float* words = reinterpret_cast<float*>(exchange_memory) + warp * exchange_words;
   uint4* stage = reinterpret_cast<uint4*>(reinterpret_cast<float*>(exchange_memory) + warps * exchange_words) + warp * C::kStageChunks;
   const int warp_column = warp * C::kTiles * kTileColumns, left = p.K - warp_column;
-  const int64_t x_step = gridDim.x * p.x_row_stride, codes_step = static_cast<int64_t>(gridDim.x) * p.K;
+  const int64_t x_step = gridDim.x * p.x_row_stride;
   const typename C::T* x = static_cast<const typename C::T*>(p.x) + blockIdx.x * p.x_row_stride + warp_column;
-  int8_t* codes = p.codes + static_cast<int64_t>(blockIdx.x) * p.K + warp_column;
 
   ptx::wait_then_launch_dependents();
   start_copy<C>(stage, p, x, left, lane);
   int parity = 0;
-  for (int64_t row = blockIdx.x; row < p.M; row += gridDim.x, parity ^= 1, codes += codes_step) {
+  for (int64_t row = blockIdx.x; row < p.M; row += gridDim.x, parity ^= 1) {
     ptx::cp_async_wait_all();
     __syncwarp();  // every lane's copies have landed
     float v[C::kValues];
@@ -384,7 +431,7 @@ __global__ void __launch_bounds__(C::kMaxThreads, C::kMinCtas) quantize_rows_sta
     rotate<C>(v, p, words, lane);
     const quant::RowScale scale = quant::row_scale(reduce_max(thread_max(v), shared.warp_max[parity]));
     if (threadIdx.x == 0) p.scales[row] = scale.scale;
-    store_tiles<C>(v, scale, p, codes, left, lane);
+    store_tiles<C>(v, scale, p, p.codes + row * p.row_bytes + warp_column, p.row_bytes - warp_column, lane);
   }
 }
 
@@ -413,7 +460,8 @@ __global__ void __launch_bounds__(C::kMaxThreads) quantize_rows_cluster(const Qu
   ptx::cluster_sync();
   const quant::RowScale scale = quant::row_scale(ptx::warp_max(lane < ranks ? shared.cta_max[lane] : 0u));
   if (rank == 0 && threadIdx.x == 0) p.scales[row] = scale.scale;
-  store_tiles<C>(v, scale, p, p.codes + row * p.K + warp_column, p.K - warp_column, lane);
+  const int bytes = p.row_bytes;
+  store_tiles<C>(v, scale, p, p.codes + row * bytes + warp_column, bytes - warp_column, lane);
 }
 
 using RowKernel = void (*)(QuantizeParams);

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kitchen_core import ops
-from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import rotation_group
 from kitchen_core.errors import FormatError
-from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
+from kitchen_core.formats import Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
+from kitchen_core.int8_rowwise import Int8RowwiseFormat
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,13 @@ class Int8Config:
     convrot_groupsize: int = 0
 
 
-class Int8Format(Format):
+class Int8Format(Int8RowwiseFormat):
     """W8A8: ``qdata`` int8 [N, K]; ``scale`` fp32 [N, 1] (or one element). docs/formats/int8_tensorwise.md"""
 
     name = "int8_tensorwise"
     package = "kitchen-int8"
     Config = Int8Config
     tensors = (TensorSpec("qdata", "weight"), TensorSpec("scale", "weight_scale"))
-    activation_kind = "int8 rowwise"
 
     @classmethod
     def config_for(cls, out_features: int, in_features: int, *, convrot_groupsize: int = 256) -> Int8Config:
@@ -55,13 +54,6 @@ class Int8Format(Format):
         )  # fmt: skip
 
     @classmethod
-    def quantize_activation(cls, x: torch.Tensor, tensors: Tensors, config: Int8Config, **input_act: Any):
-        codes, scale = ops.quantize_and_rotate_rowwise(x, config.convrot_groupsize, **input_act)
-        traits = cls.activation_traits(tensors, config)
-        inner = {"codes": codes, "scale": scale}
-        return QuantizedActivation(cls.activation_kind, traits, tuple(codes.shape), x.dtype, inner)
-
-    @classmethod
     def linear_quantized(
         cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
     ):
@@ -69,10 +61,6 @@ class Int8Format(Format):
             activation.tensors["codes"], activation.tensors["scale"], tensors["qdata"], tensors["scale"], bias,
             out_dtype or activation.dtype, residual, residual_scale,
         )  # fmt: skip
-
-    @classmethod
-    def activation_traits(cls, tensors: Tensors, config: Int8Config) -> tuple[tuple[str, object], ...]:
-        return (("convrot_groupsize", config.convrot_groupsize),)
 
     @classmethod
     def shape(cls, tensors: Tensors, config: Int8Config) -> tuple[int, int]:

@@ -25,6 +25,7 @@ struct ScaledMmParams {
   DType bias_type, out_type;
   int residual_scale_stride;  // 0 or 1
   int bits, group;  // 4 or 6; a power of two, at least 16
+  bool ordered;  // hopper alone: a is in the order of order_tokens.h (int8::CodeOrder), rows padded to 128 columns
   bool programmatic_launch;  // start while the kernel in front ends: everything but a, a_scale and residual is older than it
 };
 

@@ -176,8 +176,8 @@ def linear(
     )  # fmt: skip
     b, scales, b_scale, table, bias, residual, gate, act_weight = prepared
     m, index = rows.shape[0], x.device.index
-    plan, workspace_bytes = _planned(launch, m, weight, k, group_size, out, residual)
-    workspace = x.new_empty(-(-(k + 4) * m // 256) * 256 + workspace_bytes, dtype=torch.uint8)
+    plan, own_bytes = _planned(launch, m, weight, k, group_size, out, residual)
+    workspace = x.new_empty(_linear_workspace(launch, m, k, plan, own_bytes), dtype=torch.uint8)
     getattr(EXTENSION.module, launch + "_linear")(
         rows.data_ptr(), rows.stride(0), DTYPE_CODES[x.dtype], convrot_groupsize, ACT_CODES[input_act], pointer(act_weight),
         0 if act_weight is None else DTYPE_CODES[act_weight.dtype], input_act_eps, m, n, k, bits_of(weight, k), group_size,
@@ -388,7 +388,7 @@ def resident_shared_bytes(problem: Problem) -> int:
     rows = next((rows for rows in (8, 16, 32) if rows >= problem.M), problem.M)
     tokens = (problem.M if rows == 8 else rows) * (-(-units // splits) * 512 + 16)
     received = 0 if splits == 1 else 16 * 8 * splits * -(-4 * problem.M // (8 * splits))
-    return 4096 + 2 * 4 * 20 * problem.M + 256 + tokens + received + 2048
+    return 16384 + 2 * 4 * 20 * problem.M + 256 + tokens + received + 2048
 
 
 @lru_cache(maxsize=8192)
@@ -412,6 +412,14 @@ def _planned(
     copies_result = aligned and (residual is None or residual.data_ptr() % 16 == 0)
     answer = hopper_plan(m, n, k, bits_of(weight, k), group, copies_result, out.device.index, plan)
     return answer.plan, answer.workspace
+
+
+def _linear_workspace(launch: str, m: int, k: int, plan: Plan | None, own_bytes: int) -> int:
+    """Bytes that a linear works in: codes and scales of x, then what the product wants besides. For tiles of HOPPER the
+    quantizer writes the codes in their order at once, rows padded to 128 columns, and there is nothing besides."""
+    if launch == HOPPER and plan is not None and plan[0] > 0:
+        k, own_bytes = -(-k // 128) * 128, 0
+    return -(-(k + 4) * m // 256) * 256 + own_bytes
 
 
 def workspace_bytes(kernel: str, M: int, N: int, K: int, device: int, bits: int = 4, group: int = 16) -> int:

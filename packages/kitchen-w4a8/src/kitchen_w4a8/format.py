@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 import torch
 
 from kitchen_core import ops
-from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import check_rotation_group, rotation_group
 from kitchen_core.calibration import check_calibration
+from kitchen_core.devices import DeviceFacts
 from kitchen_core.errors import FormatError, UnsupportedError
-from kitchen_core.formats import Format, Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
+from kitchen_core.formats import Tensors, TensorSpec, check_convrot, check_float_weight, convrot_group
+from kitchen_core.int8_rowwise import Int8RowwiseFormat
 
 from . import resident, resident_ops
+from ._extension import EXTENSION
 from .calibrated import calibrate_tensors
 
 SCALE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float32": torch.float32}
@@ -50,32 +52,15 @@ class W6A8Config:
         return "uniform"
 
 
-@dataclass(frozen=True)
-class ResidentW4A8Config(W4A8Config):
-    """Of a weight in the resident layout, whose bytes do not say their shape. Never saved: see ``optimize_for_decode``."""
-
-    out_features: int = 0
-    in_features: int = 0
-
-
-@dataclass(frozen=True)
-class ResidentW6A8Config(W6A8Config):
-    """As ResidentW4A8Config."""
-
-    out_features: int = 0
-    in_features: int = 0
-
-
-class _Int8GridFormat(Format):
-    """What the two widths share. A weight in the resident layout holds its records (``resident``) as ``qdata`` and no
-    ``s_rel``; its config says so, and whatever has no kernel for them works on what is stored.
+class _Int8GridFormat(Int8RowwiseFormat):
+    """What the two widths share. A weight in the resident layout holds its records (``resident``) as ``qdata``, uint8
+    [N/16, K/256, bytes], and no ``s_rel``; whatever has no kernel for them works on what is stored.
     """
 
     package = "kitchen-w4a8"
-    activation_kind = "int8 rowwise"
     uses_calibration = True
     bits: ClassVar[int]
-    ResidentConfig: ClassVar[type]
+    resident_tensors = ("qdata", "s_rel")
 
     # ------------------------------------------------------------------------------------------------ quantizing
 
@@ -129,9 +114,8 @@ class _Int8GridFormat(Format):
 
         The scale search is left out: it pays at rest, not in a merge.
         """
-        if cls.is_resident(config):
-            stored, stored_config = cls.stored(tensors, config)
-            return cls.lay_resident(cls.requantize(stored, stored_config, weight, seed), stored_config)[0]
+        if cls.is_resident(tensors):
+            return cls.lay_resident(cls.requantize(cls.stored(tensors, config), config, weight, seed), config)
         scales = "float32" if tensors["s_rel"].dtype == torch.float32 else "float8_e4m3fn"
         made = cls.quantize(
             weight,
@@ -150,43 +134,58 @@ class _Int8GridFormat(Format):
 
     @classmethod
     def dequantize(cls, tensors: Tensors, config: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        tensors, config = cls.stored(tensors, config)
+        tensors = cls.stored(tensors, config)
         return ops.dequantize_w4a8_weight(*cls._weight(tensors), dtype, config.group_size, config.convrot_groupsize)
 
     # ------------------------------------------------------------------------------------------- resident layout
 
     @classmethod
-    def is_resident(cls, config: Any) -> bool:
-        """Whether a weight of this config is in the resident layout."""
-        return isinstance(config, cls.ResidentConfig)
+    def is_resident(cls, tensors: Tensors) -> bool:
+        """As every format: records are uint8 [N/16, K/256, bytes]."""
+        return resident.is_resident(tensors.get("qdata"), cls.bits)
 
     @classmethod
-    def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> tuple[Tensors, Any]:
-        """Stored tensors and their config in the resident layout: in ``storage``, which holds them, or in new memory."""
+    def why_not_resident(cls, tensors: Tensors, config: Any, facts: DeviceFacts | None) -> str | None:
+        """As every format."""
+        (n, k), scales = cls.shape(tensors, config), tensors["s_rel"].dtype
+        if n % resident.ROWS or k % resident.COLUMNS:
+            needed = f"N a multiple of {resident.ROWS} and K of {resident.COLUMNS}"
+            return f"the layout needs {needed}, the weight is [{n}, {k}]"
+        if config.group_size not in resident.GROUPS:
+            groups = ", ".join(map(str, resident.GROUPS))
+            return f"the layout takes groups of {groups}, the weight has {config.group_size}"
+        if scales != torch.float8_e4m3fn:
+            return f"the layout takes e4m3 scales, the weight's s_rel is {str(scales).removeprefix('torch.')}"
+        if tensors.get("correction") is not None:
+            return "no kernel for few rows takes a correction (levels='asymmetric')"
+        return EXTENSION.why_not_path(facts, "sm90") if facts is not None else None
+
+    @classmethod
+    def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> Tensors:
+        """As every format."""
         n, k = cls.shape(tensors, config)
         if storage is None:
-            storage = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in ("qdata", "s_rel")])
-        kept = {name: t for name, t in tensors.items() if name not in ("qdata", "s_rel")}
-        laid = (
-            {"qdata": storage.view(torch.int8), **kept},
-            cls.ResidentConfig(**vars(config), out_features=n, in_features=k),
-        )
-        resident.pack(storage, resident.Shape(n, k, cls.bits, config.group_size))  # last: nothing may fail after it
-        return laid
+            storage = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in cls.resident_tensors])
+        shape = resident.Shape(n, k, cls.bits, config.group_size)
+        return {"qdata": resident.pack(storage, shape), **cls._not_moved(tensors)}
 
     @classmethod
-    def resident_shape(cls, config: Any) -> resident.Shape:
-        """Of a weight in the resident layout."""
-        return resident.Shape(config.out_features, config.in_features, cls.bits, config.group_size)
+    def stored(cls, tensors: Tensors, config: Any) -> Tensors:
+        """As every format: records are unpacked into new tensors, which the weight's own memory does not see."""
+        if not cls.is_resident(tensors):
+            return tensors
+        codes, scales = resident_ops.unpack(*cls._records(tensors, config))
+        return {"qdata": codes, "s_rel": scales, **cls._not_moved(tensors)}
 
     @classmethod
-    def stored(cls, tensors: Tensors, config: Any) -> tuple[Tensors, Any]:
-        """As every format: a resident weight is unpacked into new tensors, which its own memory does not see."""
-        if not cls.is_resident(config):
-            return tensors, config
-        codes, scales = resident_ops.unpack(tensors["qdata"], cls.resident_shape(config))
-        plain = {name: value for name, value in vars(config).items() if name not in ("out_features", "in_features")}
-        return {**tensors, "qdata": codes, "s_rel": scales}, cls.Config(**plain)
+    def _not_moved(cls, tensors: Tensors) -> Tensors:
+        return {name: tensor for name, tensor in tensors.items() if name not in cls.resident_tensors}
+
+    @classmethod
+    def _records(cls, tensors: Tensors, config: Any) -> tuple[torch.Tensor, resident.Shape]:
+        """The records of a weight in the resident layout, and what they are of."""
+        records = tensors["qdata"]
+        return records, resident.shape_of(records, cls.bits, config.group_size)
 
     # --------------------------------------------------------------------------------------------------- linears
 
@@ -195,9 +194,10 @@ class _Int8GridFormat(Format):
         cls, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
         residual=None, residual_scale=None,
     ):  # fmt: skip
-        if cls.is_resident(config):
+        if cls.is_resident(tensors):
+            records, shape = cls._records(tensors, config)
             return resident_ops.linear(
-                x, tensors["qdata"], tensors["s_channel"], tensors.get("codebook"), cls.resident_shape(config), bias, out_dtype,
+                x, records, tensors["s_channel"], tensors.get("codebook"), shape, bias, out_dtype,
                 config.convrot_groupsize, input_act, input_act_weight, input_act_eps, residual, residual_scale,
             )  # fmt: skip
         return ops.w4a8_linear(
@@ -206,21 +206,14 @@ class _Int8GridFormat(Format):
         )  # fmt: skip
 
     @classmethod
-    def quantize_activation(cls, x: torch.Tensor, tensors: Tensors, config: Any, **input_act: Any):
-        codes, scale = ops.quantize_and_rotate_rowwise(x, config.convrot_groupsize, **input_act)
-        traits = cls.activation_traits(tensors, config)
-        inner = {"codes": codes, "scale": scale}
-        return QuantizedActivation(cls.activation_kind, traits, tuple(codes.shape), x.dtype, inner)
-
-    @classmethod
     def linear_quantized(
         cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
     ):
-        if cls.is_resident(config):
+        if cls.is_resident(tensors):
+            records, shape = cls._records(tensors, config)
             return resident_ops.scaled_mm(
-                activation.tensors["codes"], activation.tensors["scale"], tensors["qdata"], tensors["s_channel"],
-                tensors.get("codebook"), cls.resident_shape(config), bias, out_dtype or activation.dtype, residual,
-                residual_scale,
+                activation.tensors["codes"], activation.tensors["scale"], records, tensors["s_channel"],
+                tensors.get("codebook"), shape, bias, out_dtype or activation.dtype, residual, residual_scale,
             )  # fmt: skip
         return ops.w4a8_scaled_mm(
             activation.tensors["codes"], activation.tensors["scale"], *cls._weight(tensors), bias,
@@ -228,12 +221,13 @@ class _Int8GridFormat(Format):
         )  # fmt: skip
 
     @classmethod
-    def activation_traits(cls, tensors: Tensors, config: Any) -> tuple[tuple[str, object], ...]:
-        return (("convrot_groupsize", config.convrot_groupsize),)
-
-    @classmethod
     def _weight(cls, tensors: Tensors) -> tuple[torch.Tensor | None, ...]:
         """The stored tensors in the order in which the ops take them."""
+        if "s_rel" not in tensors:  # codes were put where records had been
+            raise FormatError(
+                f"{cls.name}: codes {tensors['qdata'].dtype} {list(tensors['qdata'].shape)} were put where a resident layout "
+                "was, and no s_rel with them: give weight and weight_s_rel together, or use load_state_dict"
+            )
         return (
             tensors["qdata"], tensors["s_rel"], tensors["s_channel"], tensors.get("codebook"), tensors.get("correction"),
         )  # fmt: skip
@@ -242,8 +236,8 @@ class _Int8GridFormat(Format):
 
     @classmethod
     def shape(cls, tensors: Tensors, config: Any) -> tuple[int, int]:
-        if cls.is_resident(config):
-            return config.out_features, config.in_features
+        if cls.is_resident(tensors):
+            return cls._records(tensors, config)[1][:2]
         n, row_bytes = tensors["qdata"].shape
         return n, row_bytes * 8 // cls.bits
 
@@ -364,7 +358,6 @@ class W4A8Format(_Int8GridFormat):
     name = "asym_w4a8_int8"
     bits = 4
     Config = W4A8Config
-    ResidentConfig = ResidentW4A8Config
     tensors = (
         *_CORE_TENSORS,
         TensorSpec("codebook", "weight_codebook", required=False),
@@ -385,7 +378,6 @@ class W6A8Format(_Int8GridFormat):
     bits = 6
     column_planes: ClassVar[dict[str, tuple[int, ...]]] = {"qdata": (2, 1)}  # low nibbles, top bits
     Config = W6A8Config
-    ResidentConfig = ResidentW6A8Config
     tensors = _CORE_TENSORS
 
     @classmethod

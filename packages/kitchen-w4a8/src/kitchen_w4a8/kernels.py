@@ -11,13 +11,13 @@ from kitchen_core.registry import Kernel, Problem, Provider
 
 from . import _launch
 from ._extension import EXTENSION
+from .resident import GROUPS  # that all kernels which decode on the fly take
 
 RESIDENT_PRIORITY, FEW_ROWS_PRIORITY, HOPPER_PRIORITY, DECODED_PRIORITY = 120, 110, 100, 60
 ACTIVATION_PRIORITY = 50  # of the quantizer of activations: below kitchen-int8's own record of the same kernel
 FEW_ROWS = 16  # of x, that the streaming kernel takes
 RESIDENT = "resident"  # the word of a problem whose weight is in that layout (resident_ops.py)
 RESIDENT_ROWS = 32  # that the kernel for it takes
-GROUPS = (16, 32, 64, 128, 256)  # that the kernels which decode on the fly take
 QUANTIZED_GROUPS = (4, 8, 16, 32, 64, 128, 256, 512)  # that the weight quantizer takes
 MAX_N = 2**30
 

@@ -1,8 +1,9 @@
 """The resident layout: codes and scales of a weight interleaved in the order in which the kernel for few rows of x takes them.
 
 It lives in memory only and is never saved. A weight [N, K] is cut into blocks of 16 rows and steps of 256 columns; each makes a
-record, and the records lie one behind the other, steps within blocks. In a record lane (g, q), g < 8 and q < 4, has rows g and
-g + 8 (i = 0 and 1) and in either half of the columns, h = 0 and 1, the 32 from 128 h + 32 q on:
+record, and the records lie one behind the other, steps within blocks: uint8 [N/16, K/256, bytes], which stored codes never are.
+In a record lane (g, q), g < 8 and q < 4, has rows g and g + 8 (i = 0 and 1) and in either half of the columns, h = 0 and 1, the
+32 from 128 h + 32 q on:
 
     [h][i][g][q] 16 bytes of nibbles
     [i][g][q][h]  8 bytes of top bits (6 bits)
@@ -18,12 +19,15 @@ from typing import NamedTuple
 
 import torch
 
+from kitchen_core.errors import FormatError
+
 ROWS, COLUMNS = 16, 256  # of a record
+GROUPS = (16, 32, 64, 128, 256)  # that share a scale
 STRIP_BYTES = 32 << 20  # of a weight that are moved at once
 
 
 class Shape(NamedTuple):
-    """What the bytes of a resident weight do not say."""
+    """What records are of."""
 
     n: int
     k: int
@@ -41,11 +45,35 @@ class Shape(NamedTuple):
         return self.code_bytes + self.k // self.group
 
 
-def pack(buffer: torch.Tensor, shape: Shape) -> None:
-    """``buffer``, uint8 [N * row_bytes], holds the codes and behind them the scales: re-lay them in place.
+# of a record, by bits of the weight: each tells width and groups
+RECORD_BYTES = {bits: tuple(ROWS * (COLUMNS * bits // 8 + COLUMNS // group) for group in GROUPS) for bits in (4, 6)}
+
+
+def is_resident(codes: torch.Tensor | None, bits: int) -> bool:
+    """Whether codes are the records of a weight of so many bits."""
+    if codes is None or codes.dtype != torch.uint8 or codes.dim() != 3:
+        return False
+    return codes.shape[2] in RECORD_BYTES[bits]
+
+
+def shape_of(records: torch.Tensor, bits: int, group: int) -> Shape:
+    """What records are of. Raises FormatError where they are of other groups."""
+    blocks, steps, record_bytes = records.shape
+    shape = Shape(blocks * ROWS, steps * COLUMNS, bits, group)
+    if ROWS * shape.row_bytes != steps * record_bytes:
+        raise FormatError(
+            f"the weight holds records of {record_bytes} bytes (the resident layout), which at {bits} bits are not of groups "
+            f"of {group}; they are those of another weight"
+        )
+    return shape
+
+
+def pack(buffer: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """``buffer``, uint8 [N * row_bytes], holds the codes and behind them the scales: the records, in its memory.
 
     It is written at once, when all records are made: whatever fails before leaves it as it is.
     """
+    kept = buffer.view(shape.n // ROWS, shape.k // COLUMNS, -1)
     codes, scales = buffer.split((shape.n * shape.code_bytes, shape.n * shape.k // shape.group))
     codes, scales = codes.view(shape.n, -1), scales.view(shape.n, -1)
     made = torch.empty_like(buffer)
@@ -54,15 +82,17 @@ def pack(buffer: torch.Tensor, shape: Shape) -> None:
         made[start * shape.row_bytes : stop * shape.row_bytes] = records
     with torch.inference_mode(buffer.is_inference()):  # such tensors are written in that mode only
         buffer.copy_(made)
+    return kept
 
 
-def unpack(buffer: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, uint8 [N, code_bytes], and the bytes of the scales, [N, K/g], of a resident weight: new tensors."""
+def unpack(records: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, uint8 [N, code_bytes], and the bytes of the scales, [N, K/g], of records: new tensors."""
+    buffer = records.reshape(-1)
     codes = buffer.new_empty((shape.n, shape.code_bytes))
     scales = buffer.new_empty((shape.n, shape.k // shape.group))
     for start, stop in _strips(shape):
-        records = buffer[start * shape.row_bytes : stop * shape.row_bytes]
-        codes[start:stop], scales[start:stop] = _stored(records, stop - start, shape)
+        strip = buffer[start * shape.row_bytes : stop * shape.row_bytes]
+        codes[start:stop], scales[start:stop] = _stored(strip, stop - start, shape)
     return codes, scales
 
 

@@ -6,8 +6,6 @@ layout; for what it does not take the weight is unpacked, and the op itself runs
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kitchen_core import _overrides, ops
@@ -15,7 +13,7 @@ from kitchen_core.devices import device_facts
 from kitchen_core.launch import current_stream
 from kitchen_core.ops._autograd import wants_grad
 from kitchen_core.ops._define import define_around, problem_builders
-from kitchen_core.registry import Kernel, overridden, remember, remembered, select
+from kitchen_core.registry import Kernel, Problem, overridden, remember, remembered, select
 
 from . import _launch, resident
 from ._extension import EXTENSION
@@ -26,9 +24,10 @@ KERNEL = "w4a8/resident"  # that reads the layout
 
 
 def views(records: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of ``records`` in the shapes of codes and scales, one behind the other; their values mean nothing."""
-    codes = shape.n * shape.code_bytes
-    return records[:codes].view(shape.n, shape.code_bytes), records[codes:].view(torch.uint8).view(shape.n, -1)
+    """The bytes of contiguous records in the shapes of codes and scales, one behind the other; their values mean nothing."""
+    first, row, groups = records.storage_offset(), shape.code_bytes, shape.k // shape.group
+    codes = records.as_strided((shape.n, row), (row, 1), first)
+    return codes, records.as_strided((shape.n, groups), (groups, 1), first + shape.n * row)
 
 
 def unpack(records: torch.Tensor, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,16 +60,34 @@ def scaled_mm(codes, x_scale, records, s_channel, codebook, shape, bias, out_dty
     )
 
 
-def _chosen(op: str, *args: Any) -> Kernel:
+def _problem(op: str, x: tuple[torch.Tensor, ...], records: torch.Tensor, shape: Shape, rest: tuple) -> Problem:
+    """What ``op`` is asked of a weight of that shape, checked."""
+    codes, scales = views(records, shape)
+    return problem_builders()[op](*x, codes.view(torch.int8), scales, *rest)
+
+
+def _chosen(op: str, x: tuple[torch.Tensor, ...], records: torch.Tensor, shape: Shape, rest: tuple) -> Kernel:
     """The kernel of ``op`` for these arguments, the weight in them being resident. Choices are kept as those of ops are."""
-    signature = (op, RESIDENT, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
+    given = (*x, records, *rest)
+    signature = (
+        op,
+        RESIDENT,
+        shape,
+        *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in given],
+    )
     kernel = None if _overrides.depth else remembered(signature)
     if kernel is None:
-        problem = problem_builders()[op](*args)
+        problem = _problem(op, x, records, shape, rest)
         kernel = select(problem._replace(options=tuple(sorted((*problem.options, RESIDENT)))))
         if not overridden():
             remember(signature, kernel)
     return kernel
+
+
+def _readable(records: torch.Tensor) -> torch.Tensor:
+    """As the kernel reads them: without gaps, and aligned, which a cut out of a larger buffer need not be."""
+    records = records.contiguous()
+    return records.clone() if records.data_ptr() % 16 else records
 
 
 def _linear(
@@ -82,11 +99,9 @@ def _linear(
         s_channel, codebook, None, bias, out_dtype, shape.group, convrot_groupsize, input_act, input_act_weight, input_act_eps,
         residual, residual_scale,
     )  # fmt: skip
-    if records.data_ptr() % 16:  # cut out of a larger buffer
-        records = records.clone()
-    weight = views(records, shape)
-    if _chosen("w4a8_linear", x, *weight, *rest).id == KERNEL:
-        return _launch.linear(_launch.RESIDENT, x, *weight, *rest)
+    records = _readable(records)
+    if _chosen("w4a8_linear", (x,), records, shape, rest).id == KERNEL:
+        return _launch.linear(_launch.RESIDENT, x, *views(records, shape), *rest)
     return torch.ops.kitchen.w4a8_linear.default(x, *unpack(records, shape), *rest)
 
 
@@ -95,10 +110,11 @@ def _linear_fake(
     input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
 ):  # fmt: skip
     shape = Shape(*shape)
-    problem_builders()["w4a8_linear"](
-        x, *views(records, shape), s_channel, codebook, None, bias, out_dtype, shape.group, convrot_groupsize, input_act,
-        input_act_weight, input_act_eps, residual, residual_scale,
+    rest = (
+        s_channel, codebook, None, bias, out_dtype, shape.group, convrot_groupsize, input_act, input_act_weight, input_act_eps,
+        residual, residual_scale,
     )  # fmt: skip
+    _problem("w4a8_linear", (x,), records, shape, rest)
     return x.new_empty((*x.shape[:-1], shape.n), dtype=out_dtype or x.dtype)
 
 
@@ -108,11 +124,9 @@ def _scaled_mm(
 ):  # fmt: skip
     shape = Shape(*shape)
     rest = (s_channel, codebook, None, bias, out_dtype, shape.group, residual, residual_scale)
-    if records.data_ptr() % 16:  # cut out of a larger buffer
-        records = records.clone()
-    weight = views(records, shape)
-    if _chosen("w4a8_scaled_mm", codes, x_scale, *weight, *rest).id == KERNEL:
-        return _launch.scaled_mm(_launch.RESIDENT, codes, x_scale, *weight, *rest)
+    records = _readable(records)
+    if _chosen("w4a8_scaled_mm", (codes, x_scale), records, shape, rest).id == KERNEL:
+        return _launch.scaled_mm(_launch.RESIDENT, codes, x_scale, *views(records, shape), *rest)
     return torch.ops.kitchen.w4a8_scaled_mm.default(codes, x_scale, *unpack(records, shape), *rest)
 
 
@@ -121,26 +135,15 @@ def _scaled_mm_fake(
     residual_scale=None,
 ):  # fmt: skip
     shape = Shape(*shape)
-    problem_builders()["w4a8_scaled_mm"](
-        codes,
-        x_scale,
-        *views(records, shape),
-        s_channel,
-        codebook,
-        None,
-        bias,
-        out_dtype,
-        shape.group,
-        residual,
-        residual_scale,
-    )
+    rest = (s_channel, codebook, None, bias, out_dtype, shape.group, residual, residual_scale)
+    _problem("w4a8_scaled_mm", (codes, x_scale), records, shape, rest)
     return codes.new_empty((*codes.shape[:-1], shape.n), dtype=out_dtype)
 
 
 def _unpack(records, shape):
     shape = Shape(*shape)
     if records.is_cuda and EXTENSION.why_not(device_facts(records.device)) is None and records.data_ptr() % 16 == 0:
-        qdata = records.new_empty((shape.n, shape.code_bytes))
+        qdata = records.new_empty((shape.n, shape.code_bytes), dtype=torch.int8)
         scales = records.new_empty((shape.n, shape.k // shape.group), dtype=torch.float8_e4m3fn)
         index = records.device.index
         EXTENSION.module.unpack_w4a8_weight(
@@ -148,14 +151,14 @@ def _unpack(records, shape):
             current_stream(index),
         )  # fmt: skip
         return qdata, scales
-    codes, scales = resident.unpack(records.view(torch.uint8), shape)
+    codes, scales = resident.unpack(records, shape)
     return codes.view(torch.int8), scales.view(torch.float8_e4m3fn)
 
 
 def _unpack_fake(records, shape):
     shape = Shape(*shape)
     return (
-        records.new_empty((shape.n, shape.code_bytes)),
+        records.new_empty((shape.n, shape.code_bytes), dtype=torch.int8),
         records.new_empty((shape.n, shape.k // shape.group), dtype=torch.float8_e4m3fn),
     )
 

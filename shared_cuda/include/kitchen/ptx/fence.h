@@ -17,4 +17,10 @@ __device__ __forceinline__ void cluster_sync_diverged() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// A meeting of the cluster that orders no memory: to outlive what others still read here. Releasing costs a MEMBAR.GPU, which
+// waits for every store of the thread.
+__device__ __forceinline__ void cluster_meet_diverged() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
 }  // namespace kitchen::ptx

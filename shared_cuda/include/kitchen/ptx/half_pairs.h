@@ -20,4 +20,12 @@ __device__ __forceinline__ uint32_t fma_relu_pair(uint32_t a, uint32_t b, uint32
   return d;
 }
 
+// The high half of a word in both halves, on the pipe of fp16 arithmetic instead of the one of logic. Neither half may be an fp16
+// inf or NaN: x + (-0) is x to the bit for every other, subnormals included.
+__device__ __forceinline__ uint32_t repeat_high_half(uint32_t word) {
+  const __half2 zeros = __halves2half2(__ushort_as_half(0x8000), __ushort_as_half(0x8000));
+  const __half2 high = __hadd2_rn(__high2half2(reinterpret_cast<const __half2&>(word)), zeros);
+  return reinterpret_cast<const uint32_t&>(high);
+}
+
 }  // namespace kitchen::ptx

@@ -12,7 +12,14 @@ __device__ __forceinline__ void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
 }
 
-// The same, and whether `found` was true in any of the threads.
+// For warps that need not wait for the others.
+template <int kNumber, int kThreads>
+__device__ __forceinline__ void named_barrier_arrive() {
+  static_assert(kNumber >= 1 && kNumber <= 15 && kThreads % 32 == 0, "there are 16 barriers, and whole warps meet");
+  asm volatile("bar.arrive %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory");
+}
+
+// A barrier that all wait at, and whether `found` was true in any of the threads.
 __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool found) {
   uint32_t any;
   asm volatile(

@@ -64,11 +64,12 @@ __device__ __forceinline__ void fill_decode_table(uint4* table, const float* cod
 
 // Eight codes of one group, the first in bits 0..3: columns 0..3 to `low`, 4..7 to `high`, the first column in the lowest byte.
 // A permute picks from eight bytes by three bits; each half of the row gives a candidate and the fourth bit picks between them.
+// Permutes and logic share a pipe, which is the limit, so two shifts go by that of fp16: 0x7777 and 0x7654 are finite numbers.
 __device__ __forceinline__ void look_up(const uint4& row, uint32_t codes, uint32_t& low, uint32_t& high) {
   const uint32_t index = codes & 0x77777777u, half = ptx::and_or(codes >> 1, 0x44444444u, 0x32103210u);
+  const uint32_t index_high = ptx::repeat_high_half(index), half_high = ptx::repeat_high_half(half);
   low = ptx::permute_bytes(ptx::permute_bytes(row.x, row.y, index), ptx::permute_bytes(row.z, row.w, index), half);
-  high = ptx::permute_bytes(ptx::permute_bytes(row.x, row.y, index >> 16), ptx::permute_bytes(row.z, row.w, index >> 16),
-                            half >> 16);
+  high = ptx::permute_bytes(ptx::permute_bytes(row.x, row.y, index_high), ptx::permute_bytes(row.z, row.w, index_high), half_high);
 }
 
 // A row of decode_table_row as look_up_signs wants it: minus the first eight values, which must not be positive, then the other

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <numeric>
 
 #include "w4a8_scaled_mm/smxx/scale_epilogue.cuh"
 
@@ -20,17 +21,17 @@ constexpr int kSharedLimit = 227 * 1024, kReservedBytes = 512;
 // Outputs of a tile of so many tokens. A warpgroup has 64; three of them have no registers for the sums of 256 tokens.
 constexpr int rows_of(int tokens) { return tokens <= 128 ? 64 : tokens <= 192 ? 192 : 128; }
 
-template <int kBits_, int kTokens_, bool kPairs_>
+template <int kBits_, int kTokens_, bool kPairs_, int kRows_ = rows_of(kTokens_)>
 struct Config {
   static constexpr int kBits = kBits_, kTokens = kTokens_;
   static constexpr bool kPairs = kPairs_;  // groups of 16, whose scales are read two at a time
-  static constexpr bool kWhole = kTokens <= 128;  // all sums at once
-  static constexpr int kRows = rows_of(kTokens), kGroupThreads = 2 * kRows;
-  static constexpr int kWarpgroups = !kWhole ? kRows / 64 : kTokens <= 64 ? 4 : 3;  // that multiply
+  static constexpr int kRows = kRows_, kGroupThreads = 2 * kRows;
+  static constexpr bool kWhole = kRows == 64;  // all sums at once
+  static constexpr int kWarpgroups = kWhole ? 3 : kRows / 64;  // that multiply
   static constexpr int kConsumerThreads = 128 * kWarpgroups, kThreads = kConsumerThreads + 128;
   static constexpr int kGroups = kConsumerThreads / kGroupThreads;  // that take turns of stages
   // Of a thread. What consumers gain, the producer's warpgroup gives: the block starts with equal shares, a multiple of 8.
-  static constexpr int kConsumerRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 160 : 240;
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kConsumerThreads * kConsumerRegisters + 128 * kProducerRegisters <= kThreads * kFirstRegisters,
@@ -41,16 +42,22 @@ struct Config {
   static constexpr int kTableBytes = 256 * kTableRow;
   static constexpr int kTokenBytes = kTokens * kStage, kNibbleBytes = kRows * kStage / 2,
                        kTopBytes = kBits == 6 ? kRows * kStage / 4 : 0;
-  static constexpr int kCodeBytes = kNibbleBytes + kTopBytes, kStageBytes = kTokenBytes + kCodeBytes;
+  static constexpr int kCodeBytes = kNibbleBytes + kTopBytes;
   static constexpr int kSumPitch = kRows + kSumPad;
   static constexpr int kSumBytes = 4 * kSumPitch * (kWhole ? kTokens : kChunkTokens);
   static constexpr int kOther = kTableBytes + kReservedBytes + 2 * (8 * kRows + 4 * kTokens) + 2048;
-  static constexpr int kStages = (kSharedLimit - kOther - kSumBytes) / kStageBytes;
+  // Codes come from far and are read into registers at once, tokens come from the L2 and are held while they are multiplied: so
+  // each has a ring of its own, and more stages of codes are on their way.
+  static constexpr int kRingBytes = kSharedLimit - kOther - kSumBytes;
+  static constexpr int kTokenStages = kRingBytes / (kTokenBytes + (kWhole ? kCodeBytes * 3 / 2 : kCodeBytes));
+  static constexpr int kCodeStages = (kRingBytes - kTokenStages * kTokenBytes) / kCodeBytes / kGroups * kGroups;
+  // Barriers that say a stage has landed: for each place in a ring one of each group that meets it.
+  static constexpr int kTokenTurns = std::lcm(kTokenStages, kGroups), kCodeTurns = std::lcm(kCodeStages, kGroups);
   static_assert(kWhole || kSumBytes >= 2 * kWarpgroups * kStoreBytes, "either way out takes the same place");
-  static_assert(kWhole || 4 * kSumPitch * kTokens <= kStages * kStageBytes + kSumBytes,
+  static_assert(kWhole || 4 * kSumPitch * kTokens <= kTokenStages * kTokenBytes + kCodeStages * kCodeBytes + kSumBytes,
                 "sums of a split K take the place of the stages and of sums");
   static_assert(kTokens % kChunkTokens == 0, "sums leave by chunks");
-  static_assert(kStages >= 3, "fewer than three stages cannot hide the copies");
+  static_assert(kTokenStages >= 3 && kCodeStages >= 3, "fewer than three stages cannot hide the copies");
 };
 
 template <class Config>
@@ -61,13 +68,13 @@ struct TileScales {
 
 template <class Config>
 struct SharedStorage {
-  alignas(1024) uint8_t tokens[Config::kStages][Config::kTokenBytes];
-  alignas(128) uint8_t codes[Config::kStages][Config::kCodeBytes];
+  alignas(1024) uint8_t tokens[Config::kTokenStages][Config::kTokenBytes];
+  alignas(128) uint8_t codes[Config::kCodeStages][Config::kCodeBytes];
   alignas(1024) uint8_t sums[Config::kSumBytes];
   alignas(128) uint8_t table[Config::kTableBytes];
   TileScales<Config> scales[2];  // of two tiles in turn
-  uint64_t full[Config::kStages];  // tokens and codes of a stage have landed
-  uint64_t empty[Config::kStages];  // every consumer warp has read it
+  uint64_t tokens_full[Config::kTokenTurns], codes_full[Config::kCodeTurns];  // a stage has landed
+  uint64_t tokens_empty[Config::kTokenStages], codes_empty[Config::kCodeStages];  // every warp that wants it has read it
 };
 
 struct Tiles {
@@ -89,14 +96,25 @@ struct KernelParams {
   EpilogueParams epilogue;
 };
 
-template <int kStages>
+// Of a stage in a ring: its place, and its barrier, of which there are kTurns.
+// NOTE: kTurns is a multiple of the groups, so that a barrier has the stages of one group. Who waits for a phase of a barrier
+// must have waited for the one before: else it may take that one, which has the other parity and is not yet over, for its own.
+template <int kStages, int kTurns>
 struct RingPosition {
-  int stage = 0;
+  int stage = 0, turn = 0;
   uint32_t phase = 0;
+  template <int kBy = 1>
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    static_assert(kBy <= kStages && kTurns % kStages == 0 && kTurns % kBy == 0, "a step passes the end of the ring once");
+    turn += kBy;
+    if (turn >= kTurns) turn -= kTurns, phase ^= 1;
+    stage = kTurns == kStages ? turn : stage + kBy < kStages ? stage + kBy : stage + kBy - kStages;
   }
 };
+template <class Config>
+using TokenPosition = RingPosition<Config::kTokenStages, Config::kTokenTurns>;
+template <class Config>
+using CodePosition = RingPosition<Config::kCodeStages, Config::kCodeTurns>;
 
 // Where a tile begins. Filling what lies beyond the matrix with zeros takes the copy engine longer than copying as much, so
 // tiles are moved rather than filled.

@@ -57,12 +57,14 @@ double cost(const Problem& q, const Plan& plan, int sm_count) {
     int tokens;
     double four, six, store;  // cycles of 128 columns at 4 and at 6 bits, and of a tile's end
   };
-  constexpr TileCost kTileCosts[] = {{32, 400, 550, 2500},    {64, 440, 580, 3000},    {128, 490, 620, 3000},
-                                     {160, 1280, 1850, 2500}, {192, 1500, 1950, 3500}, {256, 1200, 1560, 3700}};
+  constexpr TileCost kTileCosts[] = {{32, 370, 580, 2500},    {64, 380, 600, 3000},    {128, 470, 670, 3000},
+                                     {160, 1400, 2050, 2500}, {192, 1500, 2200, 3500}, {256, 1200, 1560, 3700}};
+  constexpr TileCost kOfFewTokens[] = {{160, 1050, 1700, 2500}, {160, 1300, 1850, 2500}};  // of 160: up to 64, up to 128
   constexpr double kStart = 9500, kCluster = 3000, kClusterLarge = 7000;
   const Tiles t = tiles_of(q, plan);
-  const TileCost& c = *std::find_if(std::begin(kTileCosts), std::end(kTileCosts),
-                                    [&](const TileCost& of) { return of.tokens == plan.tokens; });
+  const TileCost& of_tile = *std::find_if(std::begin(kTileCosts), std::end(kTileCosts),
+                                          [&](const TileCost& of) { return of.tokens == plan.tokens; });
+  const TileCost& c = plan.tokens != 160 || q.M > 128 ? of_tile : kOfFewTokens[q.M > 64 ? 1 : 0];
   const double tile = t.stages_per_split * (q.bits == 6 ? c.six : c.four) + c.store;
   const double blocks = double(t.tiles_m) * t.tiles_n * plan.splits;
   const double rounds = std::ceil(blocks / plan.splits / clusters_at_once(plan.splits, sm_count));
@@ -126,7 +128,10 @@ void launch_tokens(const ScaledMmParams& p, const Plan& plan, int sm_count, cuda
     case 32: return launch<Config<kBits, 32, kPairs>>(p, plan, sm_count, stream);
     case 64: return launch<Config<kBits, 64, kPairs>>(p, plan, sm_count, stream);
     case 128: return launch<Config<kBits, 128, kPairs>>(p, plan, sm_count, stream);
-    case 160: return launch<Config<kBits, 160, kPairs>>(p, plan, sm_count, stream);
+    case 160:  // of so many at most
+      return p.M <= 64    ? launch<Config<kBits, 64, kPairs, rows_of(160)>>(p, plan, sm_count, stream)
+             : p.M <= 128 ? launch<Config<kBits, 128, kPairs, rows_of(160)>>(p, plan, sm_count, stream)
+                          : launch<Config<kBits, 160, kPairs>>(p, plan, sm_count, stream);
     case 192: return launch<Config<kBits, 192, kPairs>>(p, plan, sm_count, stream);
     default: return launch<Config<kBits, 256, kPairs>>(p, plan, sm_count, stream);
   }
@@ -163,8 +168,7 @@ const char* rejected(const Problem& q, const Plan& plan) {
     return "tiles have 32, 64, 128, 160, 192 or 256 tokens, and 0 decodes first";
   if (plan.splits < 1 || plan.splits > 8 || (plan.splits > 4 && plan.splits < 8)) return "K is split in 1, 2, 3, 4 or 8";
   if (plan.splits == (whole(plan) ? 3 : 8)) return "tiles of up to 128 tokens split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
-  const int64_t stages = ceil_div(q.K, kStage), left = stages - (plan.splits - 1) * ceil_div(stages, plan.splits);
-  if (left < (plan.tokens == 128 ? 3 : 1)) return "a piece of K would be shorter than the warpgroups that take turns";
+  if ((plan.splits - 1) * ceil_div(ceil_div(q.K, kStage), plan.splits) >= ceil_div(q.K, kStage)) return "a piece of K would be empty";
   if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, rows_of(plan.tokens)) * plan.splits > (int64_t{1} << 31) - 1)
     return "more than 2^31 - 1 tiles";
   return nullptr;
@@ -189,6 +193,11 @@ Plan choose_plan(const Problem& q, int sm_count) {
 int64_t workspace_bytes(const Problem& q, const Plan& plan) {
   if (plan.tokens == 0) return chunked::workspace_bytes(q.N, q.K);
   return q.M * ceil_div(q.K, kStage) * kStage;  // the activations as order_tokens makes them
+}
+
+int8::CodeOrder token_order(const Plan& plan, int bits) {
+  if (plan.tokens == 0) return int8::CodeOrder::kColumns;
+  return bits == 6 ? int8::CodeOrder::kLanePairs : int8::CodeOrder::kLanes;
 }
 
 std::string describe(const Problem& q, const Plan& plan) {
@@ -216,9 +225,11 @@ void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int
     throw std::invalid_argument("w4a8_hopper: " + describe(problem, plan) + ": " + reason);
   }
   if (plan.tokens == 0) return chunked::run(p, workspace, device, stream);
-  order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, stream);
-  p.a = workspace;
-  p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
+  if (!p.ordered) {
+    order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, stream);
+    p.a = workspace;
+    p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
+  }
   p.bits == 4 ? launch_group<4>(p, plan, sm_count, stream) : launch_group<6>(p, plan, sm_count, stream);
 }
 

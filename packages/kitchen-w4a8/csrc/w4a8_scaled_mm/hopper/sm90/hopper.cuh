@@ -7,9 +7,9 @@
 //   tile      kRows outputs (64 up to 128 tokens, 192 up to 192, else 128) x kTokens tokens x one of `splits` pieces of K (the
 //             blocks of a cluster)
 //   stage     128 columns: tokens [kTokens][128 bytes], codes [kRows][64 bytes] (and [kRows][32 bytes] of top bits at 6 bits)
-//   producer  one thread: tensor copies of tokens and codes
-//   consumers two or three warpgroups of 64 outputs each, or up to 128 tokens three or four that take turns of stages, since
-//             decoding is then the limit. A lane takes 32 neighbouring columns of rows lane/4 and lane/4 + 8 of its warp, and
+//   producers two threads: tensor copies of codes, and of tokens
+//   consumers two or three warpgroups of 64 outputs each, or up to 128 tokens three that take turns of stages, since decoding is
+//             then the limit. A lane takes 32 neighbouring columns of rows lane/4 and lane/4 + 8 of its warp, and
 //             the tokens have their words in that order (order_tokens.cu). It reads the scales of those columns itself, two of
 //             its stages ahead
 //   sums      int32: see finish.cuh. Blocks walk over tiles, and the stages of the next tile fill meanwhile. Where K is split,
@@ -60,45 +60,45 @@ __device__ __forceinline__ void fill_table(uint8_t* table, const float* codebook
   }
 }
 
-template <class Config>
-__device__ __forceinline__ void load_codes(SharedStorage<Config>& shared, const KernelParams& p, int slot, int column,
-                                           int row) {
-  ptx::mbarrier_arrive_expect(&shared.full[slot], Config::kCodeBytes + p.tiles.box_tokens * kStage);
-  ptx::tma_load(shared.codes[slot], &p.nibbles, column / 2, row, &shared.full[slot]);
-  if (Config::kBits == 6)
-    ptx::tma_load(shared.codes[slot] + Config::kNibbleBytes, &p.tops, column / 4, row, &shared.full[slot]);
-}
-
-// One thread: codes of the first tile, which do not wait for the kernel in front. Returns of how many stages.
-template <class Config>
-__device__ __forceinline__ int begin_codes(SharedStorage<Config>& shared, const KernelParams& p) {
-  const Walk<Config> walk(p.tiles);
-  const Piece piece(p.tiles);
-  const int row = walk.tile().x, ahead = min(Config::kStages, piece.stages);
-  for (int k = 0; k < ahead; ++k) load_codes<Config>(shared, p, k, (piece.first_stage + k) * kStage, row);
-  return ahead;
-}
-
-// The same thread, everything else.
-template <class Config>
-__device__ __forceinline__ void produce(SharedStorage<Config>& shared, const KernelParams& p, int ahead) {
-  const Piece piece(p.tiles);
-  RingPosition<Config::kStages> at;
-  ptx::griddep_wait();
-  ptx::griddep_launch();
-  for (Walk<Config> walk(p.tiles); !walk.done(); walk.next()) {
+// f(place in the ring, first column, first output and token of the tile) for each stage that this block multiplies, as soon as
+// the place is `empty`.
+template <class Config, int kStages, int kTurns, class F>
+__device__ __forceinline__ void for_stages(const Tiles& t, uint64_t (&empty)[kStages], const uint64_t (&)[kTurns], const F& f) {
+  const Piece piece(t);
+  RingPosition<kStages, kTurns> at;
+  uint32_t free = 1;  // the parity of `empty`: fresh barriers let the first round pass
+  for (Walk<Config> walk(t); !walk.done(); walk.next()) {
     const int2 tile = walk.tile();
     for (int k = 0; k < piece.stages; ++k, at.advance()) {
-      const int column = (piece.first_stage + k) * kStage;
-      if (ahead > 0) {
-        --ahead;
-      } else {
-        ptx::mbarrier_wait(&shared.empty[at.stage], at.phase ^ 1);
-        load_codes<Config>(shared, p, at.stage, column, tile.x);
-      }
-      ptx::tma_load(shared.tokens[at.stage], &p.tokens, column, tile.y, &shared.full[at.stage]);
+      ptx::mbarrier_wait(&empty[at.stage], free);
+      if (at.stage == kStages - 1) free ^= 1;
+      f(at, (piece.first_stage + k) * kStage, tile);
     }
   }
+}
+
+// One thread: codes, which do not wait for the kernel in front.
+template <class Config>
+__device__ __forceinline__ void produce_codes(SharedStorage<Config>& shared, const KernelParams& p) {
+  for_stages<Config>(p.tiles, shared.codes_empty, shared.codes_full, [&](const auto& at, int column, int2 tile) {
+    uint8_t* const to = shared.codes[at.stage];
+    uint64_t* const full = &shared.codes_full[at.turn];
+    ptx::mbarrier_arrive_expect(full, Config::kCodeBytes);
+    ptx::tma_load(to, &p.nibbles, column / 2, tile.x, full);
+    if (Config::kBits == 6) ptx::tma_load(to + Config::kNibbleBytes, &p.tops, column / 4, tile.x, full);
+  });
+}
+
+// One thread of another warp: tokens, which do.
+template <class Config>
+__device__ __forceinline__ void produce_tokens(SharedStorage<Config>& shared, const KernelParams& p) {
+  ptx::griddep_wait();
+  ptx::griddep_launch();
+  for_stages<Config>(p.tiles, shared.tokens_empty, shared.tokens_full, [&](const auto& at, int column, int2 tile) {
+    uint64_t* const full = &shared.tokens_full[at.turn];
+    ptx::mbarrier_arrive_expect(full, p.tiles.box_tokens * kStage);
+    ptx::tma_load(shared.tokens[at.stage], &p.tokens, column, tile.y, full);
+  });
 }
 
 // The scales of a lane: for either of its rows and each stage that its warp takes, the e4m3 byte of 32 columns, or in groups of
@@ -212,11 +212,38 @@ __device__ __forceinline__ uint64_t token_descriptor(const SharedStorage<Config>
 }
 
 // This warp reads the stage no more.
-template <class Config>
-__device__ __forceinline__ void release(SharedStorage<Config>& shared, int stage) {
+__device__ __forceinline__ void release(uint64_t& empty) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&empty);
 }
+
+// Where a group stands in both rings.
+template <class Config>
+struct Reading {
+  TokenPosition<Config> tokens;
+  CodePosition<Config> codes;
+
+  __device__ __forceinline__ explicit Reading(int group) {
+    tokens.stage = tokens.turn = codes.stage = codes.turn = group;
+  }
+  // Codes of the group's next stage, to registers. NOTE: they are on their way when this returns, and an arrival does not wait
+  // for loads: their place may be given back behind an instruction that has the first operand made of them, and not before.
+  // Else the copy engine, where the producer waits for that very place, now and then writes rows that a load has yet to read.
+  __device__ __forceinline__ int take_codes(Codes<Config>& to, SharedStorage<Config>& shared) {
+    const int stage = codes.stage;
+    ptx::mbarrier_wait(&shared.codes_full[codes.turn], codes.phase);
+    to.load(shared, stage);
+    codes.template advance<Config::kGroups>();
+    return stage;
+  }
+  // The stage of its tokens, which are there.
+  __device__ __forceinline__ int take_tokens(SharedStorage<Config>& shared) {
+    const int stage = tokens.stage;
+    ptx::mbarrier_wait(&shared.tokens_full[tokens.turn], tokens.phase);
+    tokens.template advance<Config::kGroups>();
+    return stage;
+  }
+};
 
 // Starts an instruction and waits for the one before it: that held up the warp anyway, since operands lie in registers.
 // Whatever follows runs beside the one just started.
@@ -228,29 +255,28 @@ __device__ __forceinline__ void multiply(int (&acc)[Config::kTokens / 2], const 
   ptx::wgmma_wait<1>();
 }
 
-// While an instruction runs, the operand of the next is decoded, from what was loaded one step earlier. Returns the stage.
+// While an instruction runs, the operand of the next is decoded, from what was loaded one step earlier. Returns the stage of tokens;
+// `taken` is that of the codes, before and after.
 template <class Config, int kSlot, bool kLast>
 __device__ __forceinline__ int multiply_stage(int (&acc)[Config::kTokens / 2], uint32_t (&a)[2][4], Codes<Config>& codes,
                                               Rows<Config> (&rows)[2], uint32_t (&scales)[2], SharedStorage<Config>& shared,
-                                              RingPosition<Config::kStages>& at, ScaleReader<Config>& reader, int previous,
+                                              Reading<Config>& at, ScaleReader<Config>& reader, int previous, int& taken,
                                               const uint8_t* table) {
-  const int stage = at.stage;
-#pragma unroll
-  for (int i = 0; i < Config::kGroups; ++i) at.advance();
+  const int stage = at.take_tokens(shared);
   multiply<Config>(acc, a[0], token_descriptor(shared, stage, 0));
+  release(shared.codes_empty[taken]);  // a[0] was made of both loads of every lane: they have ended
   if (Config::kPairs) rows[1].template load<1>(table, scales);
   if (!kLast) reader.template take<kSlot>(scales);
   codes.template decode<1>(a[1], rows[0]);
   if (!Config::kPairs) rows[1] = rows[0];
-  if (previous >= 0) release(shared, previous);
+  if (previous >= 0) release(shared.tokens_empty[previous]);
   multiply<Config>(acc, a[1], token_descriptor(shared, stage, 1));
   codes.template decode<2>(a[0], rows[1]);
   multiply<Config>(acc, a[0], token_descriptor(shared, stage, 2));
   Codes<Config> next;
   if constexpr (!kLast) {
     rows[0].template load<0>(table, scales);
-    ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-    next.load(shared, at.stage);
+    taken = at.take_codes(next, shared);
   }
   codes.template decode<3>(a[1], rows[1]);
   multiply<Config>(acc, a[1], token_descriptor(shared, stage, 3));
@@ -262,20 +288,18 @@ __device__ __forceinline__ int multiply_stage(int (&acc)[Config::kTokens / 2], u
 }
 
 template <class Config>
-__device__ __forceinline__ void mainloop_ahead(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
-                                               RingPosition<Config::kStages>& at, ScaleReader<Config>& reader, int count) {
+__device__ __forceinline__ void multiply_stages(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
+                                                Reading<Config>& at, ScaleReader<Config>& reader, int count) {
   const uint8_t* const table = table_copy<Config>(shared);
   uint32_t a[2][4], scales[2];
   Codes<Config> codes;
   Rows<Config> rows[2];
   reader.template take<0>(scales);
   rows[0].template load<0>(table, scales);
-  ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-  codes.load(shared, at.stage);
+  int taken = at.take_codes(codes, shared), previous = -1;
   codes.template decode<0>(a[0], rows[0]);
-  int previous = -1;
   const auto one = [&](auto slot, auto last) {
-    previous = multiply_stage<Config, slot.value, last.value>(acc, a, codes, rows, scales, shared, at, reader, previous, table);
+    previous = multiply_stage<Config, slot.value, last.value>(acc, a, codes, rows, scales, shared, at, reader, previous, taken, table);
   };
 #pragma unroll 1
   for (; count > 2; count -= 2) {
@@ -285,46 +309,7 @@ __device__ __forceinline__ void mainloop_ahead(int (&acc)[Config::kTokens / 2], 
   if (count == 2) one(std::integral_constant<int, 1>{}, std::false_type{});
   one(std::integral_constant<int, 0>{}, std::true_type{});
   ptx::wgmma_wait<0>();
-  release(shared, previous);
-}
-
-// Several groups take turns of stages and overlap each other.
-template <class Config>
-__device__ __forceinline__ void mainloop_turns(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
-                                               RingPosition<Config::kStages>& at, ScaleReader<Config>& reader, int count) {
-  const uint8_t* const table = table_copy<Config>(shared);
-  uint32_t a[kSteps][4], scales[2];
-  int previous = -1;
-  const auto one = [&](auto slot) {
-    Rows<Config> first, last;
-    Codes<Config> codes;
-    reader.template take<slot.value>(scales);
-    first.template load<0>(table, scales);
-    if (Config::kPairs) last.template load<1>(table, scales);
-    ptx::mbarrier_wait(&shared.full[at.stage], at.phase);
-    codes.load(shared, at.stage);
-    ptx::wgmma_wait<0>();
-    if (previous >= 0) release(shared, previous);
-    if (!Config::kPairs) last = first;
-    codes.template decode<0>(a[0], first), codes.template decode<1>(a[1], first);
-    codes.template decode<2>(a[2], last), codes.template decode<3>(a[3], last);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      ptx::WgmmaS8Registers<Config::kTokens>::mma(acc, a[step], token_descriptor(shared, at.stage, step), 1);
-    ptx::wgmma_commit();
-    previous = at.stage;
-#pragma unroll
-    for (int i = 0; i < Config::kGroups; ++i) at.advance();
-  };
-#pragma unroll 1
-  for (; count > 1; count -= 2) {
-    one(std::integral_constant<int, 0>{});
-    one(std::integral_constant<int, 1>{});
-  }
-  if (count == 1) one(std::integral_constant<int, 0>{});
-  ptx::wgmma_wait<0>();
-  if (previous >= 0) release(shared, previous);
+  release(shared.tokens_empty[previous]);
 }
 
 template <class Config>
@@ -361,8 +346,7 @@ __device__ __forceinline__ void consume(SharedStorage<Config>& shared, const Ker
   const auto start_scales = [&](int2 tile) {
     reader.start(tile.x, (Piece(p.tiles).first_stage + taken(begun) * Config::kGroups + group - begun) * kStage);
   };
-  RingPosition<Config::kStages> at;
-  for (int i = 0; i < group; ++i) at.advance();
+  Reading<Config> at(group);
   Walk<Config> walk(p.tiles);
   start_scales(walk.tile());
   // Others may still finish the tile before, by the other set of scales; these are seen after a barrier in `finish`.
@@ -377,11 +361,7 @@ __device__ __forceinline__ void consume(SharedStorage<Config>& shared, const Ker
 #pragma unroll
     for (int i = 0; i < Config::kTokens / 2; ++i) acc[i] = 0;
     const int stages = Piece(p.tiles).stages, count = taken(begun + stages) - taken(begun);
-    if constexpr (Config::kTokens > 64) {
-      mainloop_ahead<Config>(acc, shared, at, reader, count);
-    } else {
-      mainloop_turns<Config>(acc, shared, at, reader, count);
-    }
+    if (count > 0) multiply_stages<Config>(acc, shared, at, reader, count);  // none: fewer stages than groups
     begun += stages;
     walk.next();
     if (!walk.done()) start_scales(walk.tile());
@@ -390,29 +370,40 @@ __device__ __forceinline__ void consume(SharedStorage<Config>& shared, const Ker
   if (!Config::kWhole && thread % 128 == 0) ptx::tma_store_wait_read<0>();
 }
 
+// One thread.
+template <int kCount>
+__device__ __forceinline__ void init_barriers(uint64_t (&barriers)[kCount], int arrivals) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) ptx::mbarrier_init(&barriers[i], arrivals);
+  ptx::mbarrier_init_fence();
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedStorage<Config>& shared = *reinterpret_cast<SharedStorage<Config>*>(shared_bytes);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   constexpr int kProducerWarp = Config::kConsumerThreads / 32;
-  int ahead = 0;  // stages whose codes are on their way
-  if (threadIdx.x == Config::kConsumerThreads) {
-    ptx::tma_prefetch_map(&p.nibbles);
-    ptx::tma_prefetch_map(&p.tokens);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(&shared.full[stage], 1);
-      ptx::mbarrier_init(&shared.empty[stage], Config::kGroupThreads / 32);
+  if (warp == kProducerWarp || warp == kProducerWarp + 1) {  // whose first copies do not wait for the table
+    constexpr int kReaders = Config::kGroupThreads / 32;
+    if (threadIdx.x == Config::kConsumerThreads) {
+      ptx::tma_prefetch_map(&p.nibbles);
+      init_barriers(shared.codes_full, 1), init_barriers(shared.codes_empty, kReaders);
+    } else if (threadIdx.x == Config::kConsumerThreads + 32) {
+      ptx::tma_prefetch_map(&p.tokens);
+      init_barriers(shared.tokens_full, 1), init_barriers(shared.tokens_empty, kReaders);
     }
-    ptx::mbarrier_init_fence();
-    ahead = begin_codes<Config>(shared, p);
+    __syncwarp();
+    ptx::named_barrier_arrive<2, Config::kThreads>();
+  } else {
+    if (threadIdx.x < 256) fill_table<Config>(shared.table, p.codebook, threadIdx.x);
+    ptx::named_barrier_sync<2, Config::kThreads>();
   }
-  if (threadIdx.x < 256) fill_table<Config>(shared.table, p.codebook, threadIdx.x);
-  __syncthreads();
 
   if (warp >= kProducerWarp) {
     ptx::setmaxnreg_shrink<Config::kProducerRegisters>();
-    if (threadIdx.x == Config::kConsumerThreads) produce<Config>(shared, p, ahead);
+    if (threadIdx.x == Config::kConsumerThreads) produce_codes<Config>(shared, p);
+    if (threadIdx.x == Config::kConsumerThreads + 32) produce_tokens<Config>(shared, p);
     __syncwarp();
     if (p.tiles.splits > 1) ptx::cluster_sync_diverged();
   } else {
@@ -420,7 +411,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_
     consume<Config>(shared, p);
   }
   // A block must outlive the loads of its sums by the others.
-  if (p.tiles.splits > 1) ptx::cluster_sync_diverged();
+  if (p.tiles.splits > 1) ptx::cluster_meet_diverged();
 }
 
 }  // namespace kitchen::w4a8::hopper

@@ -38,8 +38,10 @@
 namespace kitchen::w4a8::resident {
 
 constexpr int kStep = 256, kUnit = 2 * kStep;  // columns
-constexpr int kSplitRows = 128;                // of a table of rows split by sign: scales of at least 0
-constexpr int kTableBytes = 256 * 16;
+// Of a table of rows split by sign: scales of at least 0, each in copies next to each other, so that lanes of a different
+// remainder meet no bank twice.
+constexpr int kSplitRows = 128, kCopies = 8;
+constexpr int kTableBytes = kSplitRows * kCopies * 16;
 
 constexpr int warps_of(int token_blocks) { return token_blocks == 1 ? 8 : 16; }  // of a block
 
@@ -210,7 +212,7 @@ __device__ __forceinline__ void multiply_split(Sums<Config>& sums, const Words<C
     Operands positive, negative;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint4 row = rows[words.scale(i, half, part)];
+      const uint4 row = rows[kCopies * words.scale(i, half, part)];
 #pragma unroll
       for (int w = 0; w < 2; ++w)
         quant::look_up_signs(row, word_of(words.nibbles[half][i], 2 * part + w), positive[i] + 2 * w, negative[i] + 2 * w);
@@ -229,7 +231,7 @@ __device__ __forceinline__ void multiply_split(Sums<Config>& sums, const Words<C
 
 // The table's row of a scale byte, signed, from the rows split by sign of scales of at least 0.
 __device__ __forceinline__ uint4 signed_row(const uint4* rows, uint32_t scale) {
-  const uint4 row = rows[scale & 127];
+  const uint4 row = rows[kCopies * (scale & 127) + threadIdx.x % kCopies];
   if (scale < 128) return make_uint4(__vneg4(row.x), __vneg4(row.y), row.z, row.w);
   return make_uint4(row.x, row.y, __vneg4(row.z), __vneg4(row.w));
 }
@@ -283,7 +285,8 @@ __device__ __forceinline__ void multiply(Sums<Config>& sums, const Words<Config>
                                          const uint8_t* tokens, int tokens_apart) {
   if constexpr (Config::kSplit) {
     if (splits && !__any_sync(0xffffffffu, words.negative())) {
-      return multiply_split<Config>(sums, words, reinterpret_cast<const uint4*>(table), tokens, tokens_apart);
+      const uint4* const rows = reinterpret_cast<const uint4*>(table) + threadIdx.x % kCopies;
+      return multiply_split<Config>(sums, words, rows, tokens, tokens_apart);
     }
   }
   multiply_any<Config>(sums, words, table, tokens, tokens_apart);
@@ -301,8 +304,11 @@ __device__ __forceinline__ bool fill_table(uint8_t* table, const float* shared_l
   float levels[16];
   quant::load_levels(levels, shared_levels);
   if (thread < (Config::kSplit ? kSplitRows : 256)) {
-    const uint4 row = quant::decode_table_row(levels, quant::e4m3_to_float(thread));
-    reinterpret_cast<uint4*>(table)[thread] = Config::kSplit ? quant::split_row(row) : row;
+    const uint4 row = quant::decode_table_row(levels, quant::e4m3_to_float(thread)), split = quant::split_row(row);
+    uint4* const rows = reinterpret_cast<uint4*>(table);
+    if (!Config::kSplit) rows[thread] = row;
+#pragma unroll
+    for (int i = 0; i < (Config::kSplit ? kCopies : 0); ++i) rows[kCopies * thread + (thread + i) % kCopies] = split;
   }
   return quant::splits_by_sign(levels);
 }

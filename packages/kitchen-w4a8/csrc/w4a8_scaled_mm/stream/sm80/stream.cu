@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kMostTokens = 16, kMostK = 131071, kMostN = int64_t{1} << 30;
 constexpr int kReservedSmem = 1024 + 128;  // of a block, besides its dynamic shared memory
-constexpr int kLeftSmem = 20 * 1024;       // to a block of the quantizer in front, as Config::kRegisters does
+constexpr int kLeftSmem = 20 * 1024;       // up to 8 tokens, to a block of the quantizer in front, as Config::kRegisters does
 
 constexpr double kTileCost = 0.5, kFewStagesCost = 0.2;
 constexpr double kClusterCost[] = {0.0, 1.2, 4.0, 4.6};  // by the splits' logarithm
@@ -28,7 +28,13 @@ int token_blocks(int64_t M) { return M <= kTokens ? 1 : 2; }
 
 int stage_bytes(int bits) { return bits == 6 ? Config<6, true, 1>::kStageBytes : Config<4, true, 1>::kStageBytes; }
 
-Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr_t s_rel = 0) {
+// That run at once: of clusters of four and eight, fewer than would fill the chip stay resident.
+int64_t clusters(const Layout& l, const Device& device) {
+  const int most = l.splits <= 2 ? device.sm_count / l.splits : device.sm_count * 4 / 5 / l.splits;
+  return std::min<int64_t>(l.tiles, std::max(1, most));
+}
+
+Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr_t s_rel, int copies) {
   const auto whole = [](int64_t bytes, int unit) { return static_cast<int>(ceil_div(bytes, unit) * unit); };
   Layout l = {};
   l.M = static_cast<int>(q.M), l.N = static_cast<int>(q.N), l.K = static_cast<int>(q.K);
@@ -36,6 +42,8 @@ Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr
   l.warps_n = plan.warps_n, l.warps_n_log2 = log2_of(plan.warps_n);
   l.tiles = static_cast<int>(ceil_div(q.N, kRows * plan.warps_n));
   l.steps_per_split = static_cast<int>(ceil_div(ceil_div(q.K, kStep), plan.splits));
+  l.steps = static_cast<int>(ceil_div(q.K, kStep));
+  l.row_bytes = static_cast<int>(q.K / 8 * q.bits);
   l.group_log2 = log2_of(q.group);
   l.groups_per_row = static_cast<int>(q.K / q.group);
   l.token_pitch = l.steps_per_split * kStep + 16;
@@ -47,9 +55,10 @@ Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr
     l.scale_width /= 2;
   if (l.scale_width == 8) l.scale_width = 4;
   if (l.scale_width == 2) l.scale_width = 1;
-  l.scales_at = kTableBytes;
+  l.copies = copies;
+  l.scales_at = table_bytes(q.bits, copies);
   l.scale_bytes = kRows * l.warps_n * l.scale_pitch;
-  l.sums_at = l.scales_at + 2 * l.scale_bytes;
+  l.sums_at = l.scales_at + (l.tiles > clusters(l, device) ? 2 : 1) * l.scale_bytes;
   l.sum_words = l.M * (kRows * l.warps_n + kSumPad);
   l.columns_at = l.sums_at + whole(2 * 4 * l.sum_words, 16);
   l.tokens_at = l.columns_at + whole(2 * 8 * kRows * l.warps_n, 16);
@@ -57,16 +66,18 @@ Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr
   const int64_t quads = q.M * 4 * l.warps_n;
   l.ring_at = whole(l.received_at + (l.splits > 1 ? ceil_div(quads, l.splits * 8) * 8 * l.splits * 16 : 0), 128);
   const int stage = kWarps * stage_bytes(q.bits);
-  l.stages = std::clamp((device.smem_per_block - kReservedSmem - kLeftSmem - l.ring_at) / stage, 0, kMostStages);
+  const int left = token_blocks(q.M) == 1 ? kLeftSmem : 0;
+  l.stages = std::clamp((device.smem_per_block - kReservedSmem - left - l.ring_at) / stage, 0, kMostStages);
   if (l.stages < 2) l.stages = std::clamp((device.smem_per_block - kReservedSmem - l.ring_at) / stage, 0, 2);
   l.bytes = l.ring_at + l.stages * stage;
   return l;
 }
 
-// That run at once: of clusters of four and eight, fewer than would fill the chip stay resident.
-int64_t clusters(const Layout& l, const Device& device) {
-  const int most = l.splits <= 2 ? device.sm_count / l.splits : device.sm_count * 4 / 5 / l.splits;
-  return std::min<int64_t>(l.tiles, std::max(1, most));
+// With copies of the table's rows where they fit; more than 8 tokens at 6 bits gain more by a stage of the ring.
+Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr_t s_rel = 0) {
+  const bool copied = q.bits == 4 || token_blocks(q.M) == 1;
+  const Layout l = lay_out(q, plan, device, s_rel, copied ? kMostCopies : 1);
+  return l.stages >= 2 ? l : lay_out(q, plan, device, s_rel, 1);
 }
 
 // Steps of the busiest warp, with what a tile and the start cost besides; fitted to an H200 (docs/kernels/w4a8.md).
@@ -79,7 +90,7 @@ double cost(const Problem& q, const Plan& plan, const Device& device) {
 
 template <class Config>
 void launch(const ScaledMmParams& p, const Layout& layout, int64_t grid, cudaStream_t stream) {
-  KernelParams params = {layout, p.a, p.codes, p.s_rel, p.codebook, epilogue_params(p), p.programmatic_launch};
+  KernelParams params = {layout, p.a, p.codes, p.s_rel, p.codebook, epilogue_params(p)};
   const auto kernel = w4a8_stream<Config>;
   constexpr auto kCarveout = cudaFuncAttributePreferredSharedMemoryCarveout;
   host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, layout.bytes), "w4a8_stream");
@@ -170,7 +181,8 @@ void run(const ScaledMmParams& p, const Plan* forced, int device, cudaStream_t s
     throw std::invalid_argument("w4a8_stream: " + describe(problem, {1, 1}) + ": " + reason);
   }
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
-  host::require((address(p.a) | address(p.codes)) % 16 == 0, "w4a8_stream: a and the codes must be aligned to 16 bytes");
+  host::require((address(p.a) | address(p.codes) | address(p.codebook)) % 16 == 0,
+                "w4a8_stream: a, the codes and the codebook must be aligned to 16 bytes");
   host::DeviceGuard guard(device);
   const Device facts = query(device);
   const Plan plan = forced != nullptr ? *forced : choose_plan(problem, facts);

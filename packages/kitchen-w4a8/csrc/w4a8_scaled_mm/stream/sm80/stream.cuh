@@ -17,7 +17,9 @@
 // Integer arithmetic on codes is the limit, not the tensor core, so MMAs are spent to save it (kitchen/quant/w4a8_decode.h): at
 // 4 bits positive and negative values are multiplied apart; at 6 bits 127 - v8 is multiplied, and a row of ones beside it.
 //
-// What belongs to the weight is read before the wait for the kernel in front (a programmatic launch), tokens after.
+// What belongs to the weight is read before the wait for the kernel in front (a programmatic launch), tokens after. Before they
+// are asked for, only the first step of codes is: what is under way comes first, and delays the quantizer in front, too. So
+// nobody waits for the tokens' scales, either, until the first tile ends.
 // Measured: docs/kernels/w4a8.md.
 #pragma once
 
@@ -28,18 +30,21 @@
 #include "kitchen/ptx/cluster.h"
 #include "kitchen/ptx/cp_async_group.h"
 #include "kitchen/ptx/dependent_launch.h"
+#include "kitchen/ptx/named_barrier.h"
 #include "kitchen/quant/w4a8_decode.h"
 #include "w4a8_scaled_mm/smxx/tile_sums.cuh"
 
 namespace kitchen::w4a8::stream {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps;
+constexpr int kWarps = 16, kWarpsLog2 = 4, kThreads = 32 * kWarps, kTableThreads = kThreads / 2;
 constexpr int kRows = kTileRows;  // outputs of a warp
 constexpr int kStep = 256;  // columns
 constexpr int kTokens = kTokenBlock;  // of an MMA
 constexpr int kMostStages = 4;
-constexpr int kRowBytes = 16, kSplitRows = 128;
-constexpr int kTableBytes = (256 + kSplitRows) * kRowBytes;  // 4 bits: decode_table_row of all bytes, split_row of scales >= 0
+// The table: at 4 bits decode_table_row of all bytes and copies of split_row of scales of at least 0, at 6 copies of
+// negated_scales of all bytes. Copies of a row lie next to each other: lanes of a different remainder meet no bank twice.
+constexpr int kMostCopies = 8, kSplitRows = 128;
+constexpr int table_bytes(int bits, int copies) { return bits == 4 ? (256 + kSplitRows * copies) * 16 : 256 * copies * 8; }
 
 template <int kBits_, bool kGroup16_, int kTokenBlocks_>
 struct Config {
@@ -50,13 +55,15 @@ struct Config {
   static constexpr int kStageBytes = kNibbleBytes + kTopBytes;
   // Up to 8 tokens 512 threads leave registers to a block of the quantizer in front (20480 = 8 warps x 80), which would else
   // keep this one waiting; beyond, they need all there are.
-  static constexpr int kRegisters = kTokenBlocks == 1 ? 88 : 128;
+  static constexpr int kRegisters = kTokenBlocks == 1 ? (kBits == 4 ? 88 : 96) : 128;
 };
 
 struct Layout : TileShape {
   int N, K;
-  int tiles, steps_per_split;
+  int tiles, steps, steps_per_split;  // steps of K
   int stages;  // of a ring, 2 .. kMostStages
+  int row_bytes;  // of codes
+  int copies;  // of a row of the table: kMostCopies, or 1 where there is no room
   int group_log2, groups_per_row;
   int token_pitch;  // bytes between tokens: 16 modulo 128
   int token_threads_log2;  // that load a token
@@ -74,7 +81,6 @@ struct KernelParams {
   const uint8_t *codes, *s_rel;
   const float* codebook;
   EpilogueParams epilogue;
-  bool programmatic;
 };
 
 // A warp's ring of steps, filled in the order in which the block walks over tiles.
@@ -97,7 +103,7 @@ struct Ring {
         tiles_apart(apart),
         step(first),
         stage(0) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     // A warp reads eight outputs x 64 bytes at once: odd outputs have the halves of their line exchanged.
     nibble_at = lane / 8 * 128 + 16 * (lane % 8 ^ (lane / 8 % 2 << 2));
     top_at = Config::kNibbleBytes + lane / 4 * 64 + 16 * (lane % 4 ^ (lane / 8 % 2 << 1));
@@ -106,21 +112,21 @@ struct Ring {
 
   __device__ __forceinline__ void find_rows() {
     const Layout& l = p.layout;
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp_n = static_cast<int>(threadIdx.x) / 32 & (l.warps_n - 1);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp_n = static_cast<int>(threadIdx.x / 32) & (l.warps_n - 1);
     const int first_row = (tile * l.warps_n + warp_n) * kRows, last = l.N - 1;
-    const int64_t pitch = l.K / 8 * Config::kBits;
+    const auto row_at = [&](int row) { return p.codes + static_cast<int64_t>(row) * l.row_bytes; };
 #pragma unroll
-    for (int i = 0; i < 4; ++i) codes[i] = p.codes + min(first_row + lane / 8 + 4 * i, last) * pitch + 16 * (lane % 8);
+    for (int i = 0; i < 4; ++i) codes[i] = row_at(min(first_row + lane / 8 + 4 * i, last)) + 16 * (lane % 8);
     if (Config::kBits == 6) {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        tops[i] = p.codes + min(first_row + lane / 4 + 8 * i, last) * pitch + l.K / 2 + 16 * (lane % 4);
+        tops[i] = row_at(min(first_row + lane / 4 + 8 * i, last)) + l.K / 2 + 16 * (lane % 4);
     }
   }
 
   // One step, or an empty group where there is none. Chunks beyond K are not read: zeros, which meet tokens that are zeros.
   __device__ __forceinline__ void load() {
-    const int lane = static_cast<int>(threadIdx.x) % 32, at = step * kStep;
+    const int lane = static_cast<int>(threadIdx.x % 32), at = step * kStep;
     if (tile < p.layout.tiles && step < last_step) {
       const uint32_t to = shared + stage * Config::kStageBytes;
 #pragma unroll
@@ -175,34 +181,24 @@ __device__ __forceinline__ void load_scales(uint8_t* shared, const KernelParams&
 
 __device__ __forceinline__ const uint4& chunk(const uint8_t* at) { return *reinterpret_cast<const uint4*>(at); }
 
-// f(m, chunk, place in shared memory) for each 16 bytes of a[0 .. M-1][piece] that are this thread's.
-template <class F>
-__device__ __forceinline__ void for_own_chunks(uint8_t* shared, const Layout& l, const F& f) {
-  const int chunks = l.steps_per_split * (kStep / 16), log2 = l.token_threads_log2;
-#pragma unroll 1
-  for (int m = static_cast<int>(threadIdx.x) >> log2; m < l.M; m += kThreads >> log2) {
-#pragma unroll 2
-    for (int chunk = threadIdx.x & ((1 << log2) - 1); chunk < chunks; chunk += 1 << log2)
-      f(m, chunk, shared + m * l.token_pitch + 16 * chunk);
-  }
-}
-
-// The tokens to shared memory, columns beyond K as zeros: on their way ...
-__device__ __forceinline__ void start_tokens(uint8_t* shared, const KernelParams& p, int first_k) {
-  for_own_chunks(shared, p.layout, [&](int m, int chunk, uint8_t* to) {
-    const int8_t* const from = p.a + static_cast<int64_t>(m) * p.layout.K + first_k + 16 * chunk;
-    ptx::cp_async_16_or_zeros(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from,
-                              first_k + 16 * chunk < p.layout.K ? 16 : 0);
-  });
-}
-
-// ... or at once: by registers, so as not to wait for the ring's copies as well, which come before them.
+// The tokens, columns beyond K as zeros; at 6 bits in kOrder6. Through registers: asynchronous copies come later, 32 KB by
+// 0.5 us.
+template <class Config>
 __device__ __forceinline__ void load_tokens(uint8_t* shared, const KernelParams& p, int first_k) {
-  for_own_chunks(shared, p.layout, [&](int m, int chunk, uint8_t* to) {
-    const int8_t* const from = p.a + static_cast<int64_t>(m) * p.layout.K + first_k + 16 * chunk;
-    const bool inside = first_k + 16 * chunk < p.layout.K;
-    *reinterpret_cast<uint4*>(to) = inside ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-  });
+  const Layout& l = p.layout;
+  const int chunks = l.steps_per_split * (kStep / 16), log2 = l.token_threads_log2;
+  const int thread = static_cast<int>(threadIdx.x) ^ kTableThreads;  // few tokens: those that make no table
+#pragma unroll 1
+  for (int m = thread >> log2; m < l.M; m += kThreads >> log2) {
+    const int8_t* const from = p.a + static_cast<int64_t>(m) * l.K + first_k;
+    uint8_t* const to = shared + m * l.token_pitch;
+#pragma unroll 2
+    for (int i = thread & ((1 << log2) - 1); i < chunks; i += 1 << log2) {
+      const bool inside = first_k + 16 * i < l.K;
+      const uint4 words = inside ? *reinterpret_cast<const uint4*>(from + 16 * i) : make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(to + 16 * i) = Config::kBits == 6 ? quant::order_six(words) : words;
+    }
+  }
 }
 
 // Two sums for each output and token: of products with positive and with negative values at 4 bits, with 127 - v8 and with 1 at
@@ -225,14 +221,15 @@ struct HalfStep {
 // 4 bits: two outputs x 32 columns of codes with the table's rows of their scales (two groups of 16 columns each).
 template <bool kSplit, class Config>
 __device__ __forceinline__ void multiply_four(Sums<Config>& sums, const uint4 (&codes)[2], const uint4* rows,
-                                              const uint32_t (&scales)[2], const uint8_t* tokens, int tokens_apart) {
+                                              const uint32_t (&scales)[2], int copies, const uint8_t* tokens,
+                                              int tokens_apart) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {  // 16 columns of each output, two MMAs
     uint32_t positive[2][4], negative[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t scale = !Config::kGroup16 ? scales[i] : half == 0 ? scales[i] & 255 : scales[i] >> 8;
-      const uint4 row = rows[scale];
+      const uint4 row = rows[kSplit ? copies * scale : scale];
       const uint32_t word[2] = {half == 0 ? codes[i].x : codes[i].z, half == 0 ? codes[i].y : codes[i].w};
 #pragma unroll
       for (int w = 0; w < 2; ++w) {
@@ -262,8 +259,8 @@ __device__ __forceinline__ void multiply_four(Sums<Config>& sums, const uint4 (&
 
 // Split by sign unless the codebook or a scale of the warp's forbids it.
 template <class Config>
-__device__ __forceinline__ void multiply_four(Sums<Config>& sums, const HalfStep& at, const uint8_t* table, bool splits,
-                                              const uint8_t* tokens, int tokens_apart) {
+__device__ __forceinline__ void multiply_four(Sums<Config>& sums, const HalfStep& at, const uint8_t* table, int copies,
+                                              bool splits, const uint8_t* tokens, int tokens_apart) {
   const uint4 codes[2] = {chunk(at.nibbles), chunk(at.nibbles + 1024)};
   uint32_t scales[2];
 #pragma unroll
@@ -274,15 +271,15 @@ __device__ __forceinline__ void multiply_four(Sums<Config>& sums, const HalfStep
   constexpr uint32_t kSigns = Config::kGroup16 ? 0x8080u : 0x80u;
   const uint4* const rows = reinterpret_cast<const uint4*>(table);
   if (splits && !__any_sync(0xffffffffu, ((scales[0] | scales[1]) & kSigns) != 0)) {
-    multiply_four<true>(sums, codes, rows + 256, scales, tokens, tokens_apart);
+    multiply_four<true>(sums, codes, rows + 256 + (threadIdx.x & (copies - 1)), scales, copies, tokens, tokens_apart);
   } else {
-    multiply_four<false>(sums, codes, rows, scales, tokens, tokens_apart);
+    multiply_four<false>(sums, codes, rows, scales, copies, tokens, tokens_apart);
   }
 }
 
 // 6 bits.
 template <class Config>
-__device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep& at, const uint8_t* table,
+__device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep& at, const uint8_t* table, int copies,
                                              const uint8_t* tokens, int tokens_apart) {
   constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
   const uint4 nibbles[2] = {chunk(at.nibbles), chunk(at.nibbles + 1024)};
@@ -293,7 +290,7 @@ __device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint8_t* const scale = at.scales + 8 * i * at.scale_pitch + (Config::kGroup16 ? half : 0);
-      const uint2 negated = reinterpret_cast<const uint2*>(table)[*scale];
+      const uint2 negated = reinterpret_cast<const uint2*>(table)[copies * *scale + (threadIdx.x & (copies - 1))];
       quant::decode_six_unsigned(half == 0 ? nibbles[i].x : nibbles[i].z, half == 0 ? nibbles[i].y : nibbles[i].w,
                                  half == 0 ? tops[i].x : tops[i].y, negated, words[i]);
     }
@@ -314,33 +311,42 @@ __device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep&
 template <class Config>
 __device__ __forceinline__ void multiply(Sums<Config>& sums, const uint8_t* stage, const uint8_t* table, bool splits,
                                          const uint8_t* scales, const Layout& l, const uint8_t* tokens, int tokens_apart) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, q = lane % 4;
+  const int lane = static_cast<int>(threadIdx.x % 32), g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const HalfStep at = {stage + g * 128 + 16 * ((4 * half + q) ^ (g % 2 << 2)),
                          stage + Config::kNibbleBytes + g * 64 + (32 * half ^ (g / 2 % 2 << 5)) + 8 * q,
                          scales + (Config::kGroup16 ? 8 * half + 2 * q : (128 * half + 32 * q) >> l.group_log2), l.scale_pitch};
     if constexpr (Config::kBits == 4) {
-      multiply_four<Config>(sums, at, table, splits, tokens + 128 * half, tokens_apart);
+      multiply_four<Config>(sums, at, table, l.copies, splits, tokens + 128 * half, tokens_apart);
     } else {
-      multiply_six<Config>(sums, at, table, tokens + 128 * half, tokens_apart);
+      multiply_six<Config>(sums, at, table, l.copies, tokens + 128 * half, tokens_apart);
     }
   }
 }
 
-// Tables of the decoder, by 256 threads; whether products split by sign.
+// Each thread's copies of a row in an order of its own.
+template <class Row>
+__device__ __forceinline__ void store_copies(uint8_t* table, int copies, int index, const Row& row) {
+  Row* const to = reinterpret_cast<Row*>(table) + copies * index;
+#pragma unroll 1
+  for (int i = 0; i < copies; ++i) to[(index + i) & (copies - 1)] = row;
+}
+
+// Tables of the decoder, by kTableThreads threads; whether products split by sign. `codebook`: nullptr where there is none.
 template <class Config>
-__device__ __forceinline__ bool fill_table(uint8_t* table, const float (&levels)[16]) {
+__device__ __forceinline__ bool fill_table(uint8_t* table, int copies, const float* codebook) {
   const int thread = static_cast<int>(threadIdx.x);
+  static_assert(kTableThreads == 256, "a row a thread");
   if (Config::kBits == 6) {
-    if (thread < 256) reinterpret_cast<uint2*>(table)[thread] = quant::negated_scales(thread);
+    store_copies(table, copies, thread, quant::negated_scales(thread));
     return false;
   }
-  if (thread < 256) {
-    const uint4 row = quant::decode_table_row(levels, quant::e4m3_to_float(thread));
-    reinterpret_cast<uint4*>(table)[thread] = row;
-    if (thread < kSplitRows) reinterpret_cast<uint4*>(table)[256 + thread] = quant::split_row(row);
-  }
+  float levels[16];
+  quant::load_levels(levels, codebook);
+  const uint4 row = quant::decode_table_row(levels, quant::e4m3_to_float(thread));
+  reinterpret_cast<uint4*>(table)[thread] = row;
+  if (thread < kSplitRows) store_copies(table + kTableThreads * sizeof(uint4), copies, thread, quant::split_row(row));
   return quant::splits_by_sign(levels);
 }
 
@@ -356,33 +362,33 @@ template <class Config>
 __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ uint64_t barrier;
+  __shared__ __align__(16) float codebook[16];
   __shared__ float token_scales[2 * kTokens];
   const Layout& l = p.layout;
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int warp_n = warp & (l.warps_n - 1), warp_k = warp >> l.warps_n_log2, warps_k = kWarps >> l.warps_n_log2;
   const unsigned rank = blockIdx.x & (l.splits - 1);
   const int first_tile = static_cast<int>(blockIdx.x >> l.splits_log2),
             tiles_apart = static_cast<int>(gridDim.x >> l.splits_log2);
   const int first_step = static_cast<int>(rank) * l.steps_per_split;
-  const int steps = min(l.steps_per_split, (l.K + kStep - 1) / kStep - first_step);
-  const int rounds = (steps + warps_k - 1) / warps_k;  // of a tile: steps of each warp, some of them empty in the last
+  const int steps = min(l.steps_per_split, l.steps - first_step);
+  // Of a tile: steps of each warp, some of them empty in the last round.
+  const int rounds = (steps + warps_k - 1) >> (kWarpsLog2 - l.warps_n_log2);
 
-  // Small loads first: behind the ring's they would wait in the memory's queue for as long as those take.
-  float levels[16] = {};
-  if (Config::kBits == 4) quant::load_levels(levels, p.codebook);
+  // The first step and the scales of the first tile; the codebook before them.
   uint8_t* const own_ring = shared + l.ring_at + warp * l.stages * Config::kStageBytes;
   uint8_t* const all_tokens = shared + l.tokens_at;
-  if (!p.programmatic) start_tokens(all_tokens, p, first_step * kStep);
+  Ring<Config> ring(p, own_ring, first_tile, tiles_apart, first_step + warp_k, first_step + steps);
+  const bool has_levels = Config::kBits == 4 && p.codebook != nullptr;
+  if (has_levels && threadIdx.x < 4) {
+    ptx::cp_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(codebook + 4 * threadIdx.x)), p.codebook + 4 * threadIdx.x);
+  }
+  ptx::cp_async_commit();
+  int loading = 0;  // the round that the ring loads next
+  ring.load();
+  ring.advance(loading, rounds);
   load_scales(shared + l.scales_at, p, first_tile, first_step);
   ptx::cp_async_commit();
-  Ring<Config> ring(p, own_ring, first_tile, tiles_apart, first_step + warp_k, first_step + steps);
-  int loading = 0;  // the round that the ring loads next
-#pragma unroll 1
-  for (int i = 0; i < l.stages - 1; ++i) {
-    ring.load();
-    ring.advance(loading, rounds);
-  }
-  const bool splits = fill_table<Config>(shared, levels);
   int* const sums_of_tile = reinterpret_cast<int*>(shared + l.sums_at);
   for (int i = threadIdx.x; i < 2 * l.sum_words; i += kThreads) sums_of_tile[i] = 0;
   if (l.splits > 1) {
@@ -393,15 +399,26 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
     __syncwarp();
     ptx::cluster_arrive();  // this block has started: others may write to its shared memory
   }
+  bool splits = true;
+  if (threadIdx.x < kTableThreads) {  // the others ask for their tokens meanwhile
+    if (has_levels) {
+      wait_group(2);
+      ptx::named_barrier_sync<1, kTableThreads>();
+    }
+    splits = fill_table<Config>(shared, l.copies, has_levels ? codebook : nullptr);
+  }
 
   ptx::wait_then_launch_dependents();
-  if (p.programmatic) load_tokens(all_tokens, p, first_step * kStep);
-  wait_group(l.stages - 1);  // of the scales, and of tokens that were started with them
-  if (Config::kBits == 6) {
-    for_own_chunks(all_tokens, l, [](int, int, uint8_t* at) { *reinterpret_cast<uint4*>(at) = quant::order_six(chunk(at)); });
+  float token_scale = 0.0f;
+  if (threadIdx.x < l.M) token_scale = p.epilogue.a_scale[threadIdx.x];
+  load_tokens<Config>(all_tokens, p, first_step * kStep);
+#pragma unroll 1
+  for (int i = 1; i < l.stages - 1; ++i) {
+    ring.load();
+    ring.advance(loading, rounds);
   }
-  if (threadIdx.x < l.M) token_scales[threadIdx.x] = p.epilogue.a_scale[threadIdx.x];
-  __syncthreads();  // table, scales and tokens are there
+  wait_group(l.stages - 2);  // of the first step, and of the scales
+  splits = __syncthreads_and(splits);  // table, scales and tokens are there
 
   // Tokens beyond the last repeat one: their sums are not stored.
   const int g = lane / 4, token = min(g, l.M - 1);
@@ -435,6 +452,7 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
       }
       stage = stage + 1 == l.stages ? 0 : stage + 1;
     }
+    if (tile == first_tile && threadIdx.x < l.M) token_scales[threadIdx.x] = token_scale;
     if (own_column < columns) columns_of_tile[odd * columns + own_column] = column;
     add_fragments<Config::kTokenBlocks>(sums_of_tile + odd * l.sum_words, l, warp_n, [&](int j, int e) { return sums.value(j, e); });
     if (rounds < l.stages) wait_group(rounds - 1);  // the next scales came with the first round's load
