@@ -24,6 +24,7 @@ from kitchen_awq.channel_scales import scale_columns, search_channel_scales
 from kitchen_awq.quantizer import quantize_awq
 from kitchen_core import Calibration
 from kitchen_core.reference.awq import dequantize_awq
+from kitchen_core.testing import linear_inputs
 from kitchen_models import demo
 from kitchen_models.sentences import CALIBRATION_SENTENCES, SENTENCES
 
@@ -34,20 +35,7 @@ GROUPS = (32, 64, 128)
 
 def inputs_of(model: torch.nn.Module, folder: Path, sentences: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """The rows that each linear layer sees, one sentence at a time: none is padding."""
-    seen: dict[str, list[torch.Tensor]] = {}
-    hooks = [
-        module.register_forward_pre_hook(
-            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
-        )
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    ]
-    with torch.no_grad():
-        for batch in demo.tokenize(folder, sentences, batch=1):
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    return {name: torch.cat(rows) for name, rows in seen.items()}
+    return linear_inputs(model, demo.tokenize(folder, sentences, batch=1))
 
 
 def quantized(weight: torch.Tensor, group: int, method: str, calibration: Calibration) -> tuple[torch.Tensor, float]:

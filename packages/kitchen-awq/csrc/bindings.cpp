@@ -72,11 +72,12 @@ void bind_linear(py::module_& m, const std::string& name, Launch launch, Workspa
       [launch](int64_t M, int64_t N, int64_t K, int64_t group, uintptr_t x, int x_type, uintptr_t codes, uintptr_t scale, uintptr_t zero,
                int parameter_type, uintptr_t bias, int bias_type, uintptr_t residual, int residual_type, uintptr_t residual_scale,
                int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const std::optional<Plan>& plan,
-               int device, uintptr_t stream, bool resident) {
+               int device, uintptr_t stream, bool resident, int64_t part_first, int64_t part_of) {
         const awq::LinearParams p = {M, N, K, group, pointer<const void>(x), pointer<const uint8_t>(codes), pointer<const void>(scale),
                                      pointer<const void>(zero), pointer<const void>(bias), pointer<const void>(residual),
                                      pointer<const float>(residual_scale), pointer<void>(out), dtype(x_type), dtype(parameter_type),
-                                     dtype(bias_type), dtype(residual_type), dtype(out_type), residual_scale_stride, resident};
+                                     dtype(bias_type), dtype(residual_type), dtype(out_type), residual_scale_stride, resident,
+                                     part_first, part_of};
         awq::LinearPlan forced = {};
         if (plan) forced = {plan->first, plan->second};
         launch(p, pointer<void>(workspace), plan ? &forced : nullptr, device, reinterpret_cast<cudaStream_t>(stream));
@@ -84,13 +85,14 @@ void bind_linear(py::module_& m, const std::string& name, Launch launch, Workspa
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("group"), py::arg("x"), py::arg("x_type"), py::arg("codes"), py::arg("scale"),
       py::arg("zero"), py::arg("parameter_type"), py::arg("bias"), py::arg("bias_type"), py::arg("residual"), py::arg("residual_type"),
       py::arg("residual_scale"), py::arg("residual_scale_stride"), py::arg("out"), py::arg("out_type"), py::arg("workspace"),
-      py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("resident") = false, "Rows contiguous, x and codes 16-byte aligned. plan: (variant, splits), None chooses.");
+      py::arg("plan"), py::arg("device"), py::arg("stream"), py::arg("resident") = false, py::arg("part_first") = 0,
+      py::arg("part_of") = 0, "Rows contiguous, x and codes 16-byte aligned. plan: (variant, splits), None chooses.");
   m.def(
       (name + "_plan").c_str(),
       [workspace_bytes, choose, reject, describe](int64_t M, int64_t N, int64_t K, int64_t group, int x_type, int parameter_type, const Device& device,
-                                 const std::optional<Plan>& plan, bool resident) {
+                                 const std::optional<Plan>& plan, bool resident, int64_t part_first, int64_t part_of) {
         awq::LinearParams q = {};
-        q.M = M, q.N = N, q.K = K, q.group = group, q.resident = resident;
+        q.M = M, q.N = N, q.K = K, q.group = group, q.resident = resident, q.part_first = part_first, q.part_of = part_of;
         q.x_type = dtype(x_type), q.parameter_type = dtype(parameter_type);
         const awq::LinearDevice facts = {std::get<0>(device), std::get<1>(device), std::get<2>(device), std::get<3>(device)};
         const awq::LinearPlan chosen = plan ? awq::LinearPlan{plan->first, plan->second} : choose(q, facts);
@@ -99,7 +101,7 @@ void bind_linear(py::module_& m, const std::string& name, Launch launch, Workspa
                                std::string(reason == nullptr ? "" : reason));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("group"), py::arg("x_type"), py::arg("parameter_type"), py::arg("device"),
-      py::arg("plan") = py::none(), py::arg("resident") = false,
+      py::arg("plan") = py::none(), py::arg("resident") = false, py::arg("part_first") = 0, py::arg("part_of") = 0,
       "(plan, workspace bytes, itself in words, why it cannot run or '') on a device (SMs, shared memory of a block, of an SM, compute capability).");
   m.def((name + "_variants").c_str(), [variants] { return variants; });
 }

@@ -182,6 +182,28 @@ void run_resident() {
   }
 }
 
+void launch_gemm(const LinearParams& p, const LinearPlan& plan) {
+  const DeviceArray<uint8_t> workspace(static_cast<size_t>(gemm_sm90_workspace(p, plan, linear_device(0))));
+  awq_gemm_sm90(p, workspace.data, &plan, 0, nullptr);
+  host::check(cudaDeviceSynchronize(), "awq_gemm_sm90");
+}
+
+// Rows from the middle of a tile of a larger weight on, whose tiles are cut where blocks need it.
+void run_part() {
+  for (const Case& c : {Case{150, 136, 640, 64, true}, {300, 456, 640, 128, false}}) {
+    const AwqProblem<__nv_bfloat16> problem(c);
+    for (int variant = 0; variant < gemm_sm90_variant_count(); ++variant) {
+      for (const int first : {200, 968, 1544, 9400}) {
+        const DeviceArray<float> out(std::vector<float>(size_t(c.M) * c.N, -1.0f));
+        LinearParams p = problem.params(out.data);
+        p.part_first = first, p.part_of = 9856;
+        launch_gemm(p, {variant, 2});
+        report("awq_gemm_sm90 part variant " + std::to_string(variant) + " from " + std::to_string(first), problem.differences(out.read()));
+      }
+    }
+  }
+}
+
 void run_float32() {
   for (const int M : {1, 2, 7}) {
     const AwqProblem<__nv_bfloat16> problem({M, 37, 544, 32, false});
@@ -211,11 +233,8 @@ int main() {
     awq_stream(p, workspace.data, &plan, 0, nullptr);
     host::check(cudaDeviceSynchronize(), "awq_stream");
   });
-  run_route<__nv_bfloat16>("awq_gemm_sm90", gemm_sm90_variant_count(), 1, gemm_sm90_plan_rejected, [](const LinearParams& p, const LinearPlan& plan) {
-    const DeviceArray<uint8_t> workspace(static_cast<size_t>(gemm_sm90_workspace(p, plan, linear_device(0))));
-    awq_gemm_sm90(p, workspace.data, &plan, 0, nullptr);
-    host::check(cudaDeviceSynchronize(), "awq_gemm_sm90");
-  });
+  run_route<__nv_bfloat16>("awq_gemm_sm90", gemm_sm90_variant_count(), 1, gemm_sm90_plan_rejected, launch_gemm);
+  run_part();
   std::printf("%d cases, %d failed\n", cases, failed);
   return failed != 0;
 }

@@ -14,7 +14,7 @@ import torch
 
 from kitchen_awq import _dequantized, _launch
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import HOPPER_ROWS, MOST_DECODE_ROWS
+from kitchen_awq.kernels import MOST_DECODE_ROWS
 from kitchen_core import ops, use
 from kitchen_core.devices import simulate, simulated_facts
 from kitchen_core.launch import DTYPE_CODES
@@ -245,7 +245,7 @@ def test_error_against_fp64(kernel):
     for k, n in ((4096, 512), (12288, 256)):
         codes, scale, zero = packed = weight(n, k, 64, BF16)
         exact = reference.dequantize_awq(*packed, 64, FP32).double()
-        for m in (1, 16) if kernel in FEW_ROWS else (16, 256, HOPPER_ROWS):
+        for m in (1, 16) if kernel in FEW_ROWS else (16, 256, 4096):
             x = floats(m, k, dtype=BF16)
             want = x.double() @ exact.t()
             with use(kernel), expect_kernel("awq_linear", kernel):
@@ -273,6 +273,79 @@ def test_every_plan(route):
                     check(x, packed, group, y, bias)
                     assert torch.equal(y, _launch.fused_linear(route, x, *packed, bias, group, plan=(variant, splits)))
     assert ran >= 40
+
+
+def parts(packed, sizes):
+    """(part_first, codes, scale, zero) of consecutive rows."""
+    codes, scale, zero = packed
+    first = 0
+    for size in sizes:
+        rows = slice(first, first + size)
+        yield first, codes[rows].contiguous(), scale[:, rows].contiguous(), zero[:, rows].contiguous()
+        first += size
+    assert first == codes.shape[0]
+
+
+PART_SIZES = ((768, 776), (8, 1000, 536), (512, 512, 256, 256, 8))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_parts_of_a_weight_have_its_bits_in_every_plan(route):
+    """In the plan of the whole: tiles of 256 rows that parts cut anywhere, whole, in pieces of K, or where blocks need it."""
+    n, k, group = 1544, 2080, 32
+    packed, ran = weight(n, k, group, BF16), 0
+    for m in (300, 700, 1500, 3000) if route == _launch.HOPPER else (5, 13, 40, 64):
+        x, bias, residual = floats(m, k, dtype=BF16), floats(n, dtype=BF16), floats(m, n, dtype=BF16, seed=2)
+        for variant in range(getattr(EXTENSION.module, f"{route}_variants")()):
+            for splits in SPLITS:
+                if _launch.plan_of(route, m, n, k, group, BF16, BF16, 0, (variant, splits)).reason:
+                    continue
+                forced = partial(_launch.fused_linear, route, plan=(variant, splits))
+                whole = forced(x, *packed, bias, group), forced(x, *packed, bias, group, residual=residual)
+                for sizes in PART_SIZES:
+                    for first, *part in parts(packed, sizes):
+                        rows = slice(first, first + part[0].shape[0])
+                        of = {"part_first": first, "part_of": n}
+                        what = f"M={m} plan {variant, splits} rows {rows}"
+                        assert torch.equal(forced(x, *part, bias[rows], group, **of), whole[0][:, rows]), what
+                        added = forced(x, *part, bias[rows], group, residual=residual[:, rows], **of)
+                        assert torch.equal(added, whole[1][:, rows]), what
+                ran += 1
+    assert ran >= 10
+
+
+@pytest.mark.parametrize("kernel", ["awq/sm90"])
+def test_whole_tiles_of_any_number_of_tokens_give_the_same_bits(kernel):
+    """Hence a part may have others than the whole."""
+    packed = weight(1544, 2080, 32, BF16)
+    for m in (40, 300, 1000):
+        x = floats(m, 2080, dtype=BF16)
+        plans = [(variant, 1) for variant in range(EXTENSION.module.awq_gemm_sm90_variants())]
+        first, *others = (_launch.fused_linear(_launch.HOPPER, x, *packed, None, 32, plan=plan) for plan in plans)
+        assert others
+        assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("group", "scales"), [(64, BF16), (32, FP16), (24, BF16), (64, FP32)], ids=str)
+def test_parts_of_a_weight_have_its_bits_in_the_plans_that_are_chosen(group, scales):
+    n, k = 1544, 1536
+    packed = weight(n, k, group, scales)
+    for m in (1, 8, 16, 17, 33, 64, 65, 128, 256, 300, 1000, 1500, 4096, 9000):
+        fused = m <= MOST_DECODE_ROWS or (hopper() and scales == BF16 and group % 32 == 0)
+        x, bias = floats(m, k, dtype=BF16), floats(n, dtype=BF16)
+        whole = ops.awq_linear(x, *packed, bias, group)
+        for first, *part in parts(packed, PART_SIZES[m % 3]) if fused else ():
+            y = ops.awq_linear(x, *part, bias[first : first + part[0].shape[0]], group, part_first=first, part_of=n)
+            assert torch.equal(y, whole[:, first : first + y.shape[1]]), (m, first)
+        if m <= 16:
+            wide = x.float()
+            whole = ops.awq_linear(wide, *packed, bias, group, weight_dtype=BF16)
+            for first, *part in parts(packed, PART_SIZES[0]):
+                rows = slice(first, first + part[0].shape[0])
+                y = ops.awq_linear(
+                    wide, *part, bias[rows], group, weight_dtype=BF16, part_first=first, part_of=n
+                )  # fmt: skip
+                assert torch.equal(y, whole[:, rows]), (m, first)
 
 
 @pytest.mark.parametrize("sm", [80, 86, 90, 120])
@@ -355,11 +428,11 @@ def test_nothing_is_written_outside_of_the_output(kernel):
 
 @pytest.mark.parametrize("kernel", ["awq/dequantized", "awq/sm90"])
 def test_more_than_2_31_outputs(kernel):
-    m = HOPPER_ROWS if kernel == "awq/sm90" else 33000
+    m = 33000
     n = (2**31 // m + 4096) // 8 * 8
     packed = weight(n, 32, 32, BF16)
     x = floats(m, 32, dtype=BF16)
-    with expect_kernel("awq_linear", kernel):
+    with use(kernel), expect_kernel("awq_linear", kernel):
         y = ops.awq_linear(x, *packed, None, 32)
     for row in (0, m // 2, m - 1):
         check(x[row : row + 1], packed, 32, y[row : row + 1])
@@ -490,7 +563,7 @@ def test_compile_fullgraph_and_another_stream(m):
 
 def test_workspace_stays_within_its_limit():
     packed = weight(4096, 12288, 64, BF16)
-    for m, function in ((HOPPER_ROWS, None), (1500, _dequantized.linear), (5000, None)):
+    for m, function in ((4096, None), (1500, _dequantized.linear), (5000, None)):
         x = floats(m, 12288, dtype=BF16)
         call = ops.awq_linear if function is None else function
         out_bytes = 2 * m * 4096

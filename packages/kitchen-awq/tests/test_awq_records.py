@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,24 +11,20 @@ import torch
 
 from kitchen_awq import _dequantized
 from kitchen_awq._extension import EXTENSION
-from kitchen_awq.kernels import FLOAT32_ROWS, HOPPER_ROWS, MOST_DECODE_ROWS, STREAM_ROWS, TURING_ROWS, provider
+from kitchen_awq.kernels import FLOAT32_ROWS, MAX_HOPPER_ROWS, MOST_DECODE_ROWS, STREAM_ROWS, TURING_ROWS, provider
 from kitchen_core import explain
 from kitchen_core.devices import CPU, simulated_facts
 from kitchen_core.registry import Problem
+from kitchen_core.testing import RELEASE_ARCHS, pretend_built
 
 PACKAGE = Path(__file__).resolve().parents[1]
-RELEASE = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 TURING = "awq/decode_sm75"
 STREAM, DECODE, HOPPER, DEQUANTIZED = "awq/stream", "awq/decode", "awq/sm90", "awq/dequantized"
 
 
 @pytest.fixture
 def built(monkeypatch):
-    def use(*archs):
-        info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
-        monkeypatch.setitem(EXTENSION.__dict__, "build_info", info)
-
-    return use
+    return partial(pretend_built, monkeypatch, EXTENSION)
 
 
 def answers(facts, *, options=("scales=bfloat16",), **changes) -> dict[str, str | None]:
@@ -42,20 +39,38 @@ def chosen(facts, **changes) -> str:
 
 
 def test_hopper_hands_over_from_route_to_route(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     assert chosen(facts, M=STREAM_ROWS) == STREAM
     assert chosen(facts, M=STREAM_ROWS + 1) == HOPPER
     assert chosen(facts, M=1, group=16) == DECODE
     assert chosen(facts, M=STREAM_ROWS, K=2**18) == STREAM
     assert chosen(facts, M=1, K=2**18 + 64) == HOPPER, "a copy of x would be larger than the workspace may be"
-    assert chosen(facts, M=HOPPER_ROWS) == HOPPER
-    assert chosen(facts, M=HOPPER_ROWS + 1) == DEQUANTIZED
+    assert chosen(facts, M=MAX_HOPPER_ROWS) == HOPPER
+    assert chosen(facts, M=MAX_HOPPER_ROWS + 1) == DEQUANTIZED
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "sm_120"])
+def test_a_part_goes_where_the_whole_weight_goes(built, arch):
+    built(*RELEASE_ARCHS)
+    facts = simulated_facts(arch)
+    for m in (1, 16, 17, 64, 65, 512, 4096, 100_000):
+        for whole, first, n in (
+            (4096, 1024, 1024),
+            (4096, 8, 4088),
+            (11008, 5504, 5504),
+            (4092, 0, 2048),
+            (4092, 2048, 2040),
+        ):
+            assert chosen(facts, M=m, N=n, part=(first, whole)) == chosen(facts, M=m, N=whole), (m, first, n, whole)
+    odd = answers(simulated_facts("sm_90"), N=1024, part=(4, 4096))
+    assert "at multiples of 8 rows" in odd[STREAM]
+    assert "rows 4.. of 4096" in odd[STREAM]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "sm_121"])
 def test_other_chips_with_bf16_tensor_cores(built, arch):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts(arch)
     for changes in ({}, {"group": 16}, {"N": 17}):
         assert chosen(facts, M=1, **changes) == DECODE
@@ -65,7 +80,7 @@ def test_other_chips_with_bf16_tensor_cores(built, arch):
 
 
 def test_turing_volta_and_cpu(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     found = answers(simulated_facts("sm_75"), dtype=torch.float16, options=("scales=float16",))
     assert found[DEQUANTIZED] is None
     assert "built for 80, 90a, 100, 120, 120-virtual" in found[DECODE]
@@ -89,7 +104,7 @@ def test_turing_volta_and_cpu(built):
     ],
 )
 def test_what_the_fused_kernels_leave(built, changes, reason):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     found = answers(simulated_facts("sm_90"), **changes)
     assert reason in found[DECODE]
     assert reason in found[HOPPER]
@@ -97,7 +112,7 @@ def test_what_the_fused_kernels_leave(built, changes, reason):
 
 
 def test_what_hopper_leaves_to_the_decode_kernel(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_90")
     for changes, reason in (
         ({"group": 16}, "multiples of 32"),
@@ -111,7 +126,7 @@ def test_what_hopper_leaves_to_the_decode_kernel(built):
 
 @pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_80", "sm_90", "sm_120"])
 def test_few_rows_of_float32_have_a_kernel_of_their_own(built, arch):
-    built("70-real", *RELEASE)
+    built("70-real", *RELEASE_ARCHS)
     facts = simulated_facts(arch)
     wide = {"dtype": torch.float32, "options": ("scales=bfloat16",)}
     for changes in (
@@ -126,7 +141,7 @@ def test_few_rows_of_float32_have_a_kernel_of_their_own(built, arch):
 
 
 def test_turing_has_a_kernel_for_few_rows_of_float16(built):
-    built(*RELEASE)
+    built(*RELEASE_ARCHS)
     facts = simulated_facts("sm_75")
     half = {"dtype": torch.float16, "out_dtype": torch.float16, "options": ("scales=float16",)}
     assert chosen(facts, **half) == TURING

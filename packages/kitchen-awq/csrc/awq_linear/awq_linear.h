@@ -20,7 +20,16 @@ struct LinearParams {
   DType x_type, parameter_type, bias_type, residual_type, out_type;
   int residual_scale_stride;
   bool resident;               // codes lie in the resident order (resident.py): awq_stream alone takes them
+  int64_t part_first, part_of; // the N rows are those from part_first on of a weight of part_of rows; part_of 0: they are all
 };
+
+// What a plan is chosen for: a part's sums are added in the order of the whole's.
+inline int64_t whole_rows(const LinearParams& problem) { return problem.part_of != 0 ? problem.part_of : problem.N; }
+inline LinearParams whole_of(LinearParams problem) {
+  problem.N = whole_rows(problem);
+  problem.part_first = problem.part_of = 0;
+  return problem;
+}
 
 struct LinearDevice { int sm_count, smem_per_block, smem_per_sm, sm; };  // bytes, as a kernel may ask for; compute capability 90
 struct LinearPlan {

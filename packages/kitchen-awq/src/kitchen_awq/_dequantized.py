@@ -109,6 +109,8 @@ def linear(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
     weight_dtype: torch.dtype | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
 ) -> torch.Tensor:
     """awq_linear. float32 x, and activations in front, multiply in fp32: slow, and as torch's own fp32 GEMM is set."""
     n, k = qweight.shape[0], 2 * qweight.shape[1]

@@ -127,6 +127,8 @@ def fused_linear(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
     weight_dtype: torch.dtype | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
     *,
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
@@ -135,7 +137,7 @@ def fused_linear(
     """awq_linear by a kernel that decodes as it multiplies: ``route`` is STREAM, DECODE or HOPPER.
 
     ``plan`` forces a plan, ``out`` gives the memory [M, N] (tests and measurements only). ``resident``: the codes lie in the
-    resident order, which only STREAM takes.
+    resident layout, which only STREAM takes.
     """
     n, k = qweight.shape[0], x.shape[-1]
     if out is None:
@@ -149,7 +151,9 @@ def fused_linear(
     bias, residual, residual_scale = contiguous_epilogue(bias, residual, residual_scale, n)
     m, workspace = rows.shape[0], None
     if route in (HOPPER, STREAM):  # sums of cut tiles; a copy of x, for more than a few rows
-        answer = plan_of(route, m, n, k, group_size, x.dtype, wscales.dtype, x.device.index, plan, resident)
+        answer = plan_of(
+            route, m, n, k, group_size, x.dtype, wscales.dtype, x.device.index, plan, resident, part_first, part_of
+        )
         plan = answer.plan
         if answer.workspace_bytes:
             workspace = torch.empty(answer.workspace_bytes, dtype=torch.uint8, device=x.device)
@@ -158,7 +162,7 @@ def fused_linear(
         scale=wscales.data_ptr(), zero=wzeros.data_ptr(), parameter_type=DTYPE_CODES[wscales.dtype],
         **epilogue(bias, residual, residual_scale), out=out.data_ptr(), out_type=DTYPE_CODES[out.dtype],
         workspace=pointer(workspace), plan=plan, device=out.device.index, stream=current_stream(out.device.index),
-        resident=resident,
+        resident=resident, part_first=part_first or 0, part_of=part_of or 0,
     )  # fmt: skip
     return out
 
@@ -177,8 +181,13 @@ def float32_linear(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
     weight_dtype: torch.dtype | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
 ) -> torch.Tensor:
-    """awq_linear of x that is float32, or becomes it in its activation: fp32 products with the decoded weight."""
+    """awq_linear of x that is float32, or becomes it in its activation: fp32 products with the decoded weight.
+
+    Sums are those of a row of the weight alone, a part's like the whole's.
+    """
     n, k = qweight.shape[0], 2 * qweight.shape[1]
     out = x.new_empty((*x.shape[:-1], n), dtype=out_dtype or x.dtype)
     if out.numel() == 0:
@@ -199,14 +208,14 @@ def float32_linear(
 @lru_cache(maxsize=8192)
 def plan_of(
     route: str, M: int, N: int, K: int, group: int, x_dtype: torch.dtype, scales: torch.dtype, device: int,
-    plan: Plan | None = None, resident: bool = False,
+    plan: Plan | None = None, resident: bool = False, part_first: int | None = None, part_of: int | None = None,
 ) -> PlanAnswer:  # fmt: skip
-    """The plan that a route chooses on a device, or what it says to the given one."""
+    """The plan that a route chooses on a device, or what it says to the given one; a part's adds as the whole's does."""
     gpu = torch.cuda.get_device_properties(device)
     shared = gpu.shared_memory_per_block_optin, gpu.shared_memory_per_multiprocessor
     facts = (gpu.multi_processor_count, *shared, 10 * gpu.major + gpu.minor)
     answer = getattr(EXTENSION.module, f"{route}_plan")(
         M=M, N=N, K=K, group=group, x_type=DTYPE_CODES[x_dtype], parameter_type=DTYPE_CODES[scales], device=facts,
-        plan=plan, resident=resident,
+        plan=plan, resident=resident, part_first=part_first or 0, part_of=part_of or 0,
     )  # fmt: skip
     return PlanAnswer(*answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from kitchen_core import ops
 from kitchen_core.activation import QuantizedActivation
 from kitchen_core.arithmetic import apply_input_act
 from kitchen_core.calibration import check_calibration
+from kitchen_core.devices import DeviceFacts
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
 
 from . import resident, resident_ops
+from ._extension import EXTENSION
 from .calibrated import quantize_awq_calibrated
 from .quantizer import quantize_awq
 
@@ -28,15 +31,10 @@ class AWQConfig:
     group_size: int = 64
 
 
-@dataclass(frozen=True)
-class ResidentAWQConfig(AWQConfig):
-    """Of a weight whose codes lie in the resident order. Never saved: see ``optimize_for_decode``."""
-
-
 class AWQFormat(Format):
     """W4A16: ``qdata`` int8 [N, K/2], codes 0..15; ``scale`` and ``zeros`` [K/g, N]. docs/formats/awq_w4a16.md
 
-    W = (q - 8) * scale + zero, decoded to x's dtype. Codes in the resident order (``resident``) have a config that says so;
+    W = (q - 8) * scale + zero, decoded to x's dtype. Codes in the resident layout (``resident``) are uint8 [N, K/256, 128];
     whatever has no kernel for them works on what is stored.
     """
 
@@ -50,6 +48,8 @@ class AWQFormat(Format):
     )
     activation_kind = "float"
     uses_calibration = True
+    takes_part = True
+    resident_tensors = ("qdata",)
 
     @classmethod
     def config_for(cls, out_features: int, in_features: int, *, group_size: int = 64) -> AWQConfig:
@@ -83,51 +83,59 @@ class AWQFormat(Format):
 
     @classmethod
     def requantize(cls, tensors: Tensors, config: AWQConfig, weight: torch.Tensor, seed: int = 0) -> Tensors:
-        """As every format, in the order in which the codes lie."""
+        """As every format, in the layout of the codes."""
         made = cls.quantize(weight, config, seed=seed)
-        return cls.lay_resident(made, config, in_place=False)[0] if cls.is_resident(config) else made
+        return cls.lay_resident(made, config) if cls.is_resident(tensors) else made
 
     @classmethod
-    def is_resident(cls, config: AWQConfig) -> bool:
-        """Whether the codes of a weight of this config lie in the resident order."""
-        return isinstance(config, ResidentAWQConfig)
+    def is_resident(cls, tensors: Tensors) -> bool:
+        """As every format: codes in the resident layout are uint8 [N, K/256, 128]."""
+        return resident.is_resident(tensors.get("qdata"))
 
     @classmethod
-    def lay_resident(cls, tensors: Tensors, config: AWQConfig, in_place: bool) -> tuple[Tensors, AWQConfig]:
-        """Stored tensors and their config in the resident order: the codes in their own memory, or in new."""
-        codes = tensors["qdata"]
-        if in_place:
-            resident.pack_(codes)
-        else:
-            codes = resident.pack(codes)
-        return {**tensors, "qdata": codes}, ResidentAWQConfig(config.group_size)
+    def why_not_resident(cls, tensors: Tensors, config: AWQConfig, facts: DeviceFacts | None) -> str | None:
+        """As every format."""
+        (n, k), scale, zero = cls.shape(tensors, config), tensors["scale"].dtype, tensors["zeros"].dtype
+        if n % 8 or k % resident.COLUMNS:
+            return f"the layout needs N a multiple of 8 and K of {resident.COLUMNS}, the weight is [{n}, {k}]"
+        reason = resident.group_reason(config.group_size)
+        if reason is not None:
+            return reason
+        if scale == torch.float32 or scale != zero:
+            return (
+                f"its kernel takes scales and zeros of x's type, bfloat16 or float16, the weight has {scale} and {zero}"
+            )
+        return EXTENSION.why_not_path(facts, "sm90") if facts is not None else None
 
     @classmethod
-    def stored(cls, tensors: Tensors, config: AWQConfig) -> tuple[Tensors, AWQConfig]:
-        """As every format: codes in the resident order are put back into new memory, which the weight does not see."""
-        if not cls.is_resident(config):
-            return tensors, config
-        return {**tensors, "qdata": resident_ops.unpack(tensors["qdata"])}, AWQConfig(config.group_size)
+    def lay_resident(cls, tensors: Tensors, config: AWQConfig, storage: torch.Tensor | None = None) -> Tensors:
+        """As every format; scales and zeros stay as they are."""
+        return {**tensors, "qdata": resident.pack(tensors["qdata"], storage)}
+
+    @classmethod
+    def stored(cls, tensors: Tensors, config: AWQConfig) -> Tensors:
+        """As every format: resident codes are put back into new memory, which the weight does not see."""
+        return {**tensors, "qdata": resident_ops.unpack(tensors["qdata"])} if cls.is_resident(tensors) else tensors
 
     @classmethod
     def dequantize(cls, tensors: Tensors, config: AWQConfig, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        tensors, config = cls.stored(tensors, config)
+        tensors = cls.stored(tensors, config)
         return ops.dequantize_awq(tensors["qdata"], tensors["scale"], tensors["zeros"], config.group_size, dtype)
 
     @classmethod
     def linear(
         cls, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
-        residual=None, residual_scale=None,
+        residual=None, residual_scale=None, part=None,
     ):  # fmt: skip
-        return cls._op(config)(
+        return cls._op(tensors)(
             x, tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size, out_dtype, input_act,
-            input_act_weight, input_act_eps, residual, residual_scale,
+            input_act_weight, input_act_eps, residual, residual_scale, None, *(part or ()),
         )  # fmt: skip
 
     @classmethod
-    def _op(cls, config: AWQConfig):
-        """The linear op for the order in which the codes lie."""
-        return resident_ops.linear if cls.is_resident(config) else ops.awq_linear
+    def _op(cls, tensors: Tensors):
+        """The linear op for the layout of the codes."""
+        return resident_ops.linear if cls.is_resident(tensors) else ops.awq_linear
 
     @classmethod
     def quantize_activation(
@@ -140,17 +148,18 @@ class AWQFormat(Format):
 
     @classmethod
     def linear_quantized(
-        cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None
+        cls, activation, tensors, config, bias=None, out_dtype=None, residual=None, residual_scale=None, part=None
     ):
         # weight_dtype: x may have become fp32 in its activation, the weight decodes to the original dtype all the same
-        return cls._op(config)(
+        return cls._op(tensors)(
             activation.tensors["x"], tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size,
-            out_dtype or activation.dtype, "none", None, 0.0, residual, residual_scale, activation.dtype,
+            out_dtype or activation.dtype, "none", None, 0.0, residual, residual_scale, activation.dtype, *(part or ()),
         )  # fmt: skip
 
     @classmethod
     def shape(cls, tensors: Tensors, config: AWQConfig) -> tuple[int, int]:
-        return tensors["qdata"].shape[0], 2 * tensors["qdata"].shape[1]
+        n, *bytes_of_a_row = tensors["qdata"].shape
+        return n, 2 * prod(bytes_of_a_row)
 
     @classmethod
     def check(cls, tensors: Tensors, config: AWQConfig) -> None:

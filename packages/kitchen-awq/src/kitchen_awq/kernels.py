@@ -5,7 +5,7 @@ awq_linear has six routes. Where more than one can run, the number of rows of x 
     awq/stream        Hopper, few rows: weights stream through shared memory, are decoded in registers, wgmma
     awq/decode        few rows, of any group and type of scales: weights stream through registers, mma.sync; sm_80 and later
     awq/decode_sm75   the same for float16 on sm_75
-    awq/sm90          Hopper, up to HOPPER_ROWS: weights are decoded in registers, wgmma
+    awq/sm90          Hopper, any number of rows: weights are decoded in registers, wgmma
     awq/float32       few rows of float32 x, or x with an activation in front: fp32 products, weights stream through registers
     awq/dequantized   the rest: pieces of the weight are decoded to memory and multiplied by cuBLAS
 """
@@ -19,14 +19,13 @@ import torch
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.registry import Kernel, Problem, Provider
 
-from . import _dequantized, _launch, resident_ops
+from . import _dequantized, _launch, resident, resident_ops
 from ._extension import EXTENSION
 
 STREAM_PRIORITY, HOPPER_PRIORITY, DECODE_PRIORITY, TURING_PRIORITY, CUDA_PRIORITY = 130, 120, 110, 105, 100
 STREAM_ROWS, MOST_DECODE_ROWS, TURING_ROWS = 64, 64, 16  # that they take
 FLOAT32_ROWS, FLOAT32_PRIORITY = 16, 103  # rows of float32 x; the matrix product of cuBLAS beyond
-HOPPER_ROWS = 4096  # beyond, cuBLAS on the decoded weight is as fast
-MAX_FUSED_K, MAX_N = 2**19 - 1, 2**30
+MAX_FUSED_K, MAX_N, MAX_HOPPER_ROWS = 2**19 - 1, 2**30, 2**30
 
 
 def _supports_any(problem: Problem, facts: DeviceFacts) -> str | None:
@@ -70,6 +69,8 @@ def _hopper_reason(problem: Problem, facts: DeviceFacts) -> str | None:
     reason = _fused_reason(problem, facts, "sm90")
     if reason is not None:
         return reason
+    if problem.part is not None and (problem.part[0] % 8 or problem.part[1] % 8):
+        return f"takes weights, and parts of them, at multiples of 8 rows; the call has {problem}"
     if problem.group % 32 or problem.N % 8:
         return f"takes groups of multiples of 32 and N of 8, the call has group {problem.group} and N={problem.N}"
     if _scales_of_x(problem) not in problem.options:
@@ -86,15 +87,8 @@ def _stream_supports(problem: Problem, facts: DeviceFacts) -> str | None:
         return f"takes K up to {most}, whose copy of x fits its workspace, the call has {problem.K}"
     reason = _hopper_reason(problem, facts)
     if reason is None and resident_ops.WORD in problem.options:
-        return resident_group_reason(problem.group)
+        return resident.group_reason(problem.group)
     return reason
-
-
-def resident_group_reason(group: int) -> str | None:
-    """Why awq/stream takes no codes in the resident order with such groups, or None if it does."""
-    if group in (64, 128) or group % 256 == 0:
-        return None
-    return f"the resident order goes with groups of 64, 128 or multiples of 256, the weight has {group}"
 
 
 def _decode_supports(problem: Problem, facts: DeviceFacts) -> str | None:
@@ -116,8 +110,8 @@ def _turing_supports(problem: Problem, facts: DeviceFacts) -> str | None:
 
 
 def _hopper_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    if problem.M > HOPPER_ROWS:
-        return f"for M of at most {HOPPER_ROWS}, the call has {problem.M}"
+    if problem.M > MAX_HOPPER_ROWS:
+        return f"for M of at most {MAX_HOPPER_ROWS}, the call has {problem.M}"
     return _hopper_reason(problem, facts)
 
 

@@ -1,6 +1,7 @@
 """How a float weight becomes awq_w4a16 tensors: the minimum and the maximum of each group, in fp32, in chunks of rows.
 
-The range of a group may be narrowed about its middle, where clipping the ends costs less than finer steps gain.
+The range of a group may be narrowed about its middle, where clipping the ends costs less than finer steps gain. Stochastic
+rounding keeps the whole range: what is clipped would be biased.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _quantize_rows(weight: torch.Tensor, group_size: int, seed: int, first_eleme
     middle = 0.5 * w.amin(-1, keepdim=True) + 0.5 * w.amax(-1, keepdim=True)
     half = 0.5 * w.amax(-1, keepdim=True) - 0.5 * w.amin(-1, keepdim=True)
     best = None
-    for shrink in RANGE_SHRINKS:
+    for shrink in RANGE_SHRINKS if seed == 0 else RANGE_SHRINKS[:1]:
         # min + 8 s, written about the middle so that a rounded s moves both ends alike.
         scale = (half * (shrink / 7.5)).to(weight.dtype)
         zeros = (middle + 0.5 * scale.float()).to(weight.dtype)

@@ -1,7 +1,7 @@
-"""The linear of weights in the resident order: an op around awq_linear.
+"""The linear of weights in the resident layout: an op around awq_linear.
 
 It is that op on other bytes, and chooses among the same kernels, for a problem that says "resident". One kernel reads that
-order; for what it does not take the codes are put back into the stored one, and the op itself runs.
+layout; for what it does not take the codes are put back as they are stored, and the op itself runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kitchen_core.registry import Kernel, overridden, remember, remembered, sele
 from . import _launch, resident
 
 WORD = "resident"  # of a problem's options
-KERNEL = "awq/stream"  # that reads the order
+KERNEL = "awq/stream"  # that reads the layout
 
 
 def linear(
@@ -38,16 +38,22 @@ def linear(
 
 
 def unpack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes in the stored order: a new tensor."""
+    """Resident codes as they are stored: a new tensor."""
     return torch.ops.kitchen.unpack_awq_codes.default(codes)
 
 
-def _chosen(*args: Any) -> Kernel:
-    """The kernel of awq_linear for these arguments, the weight in them being resident. Choices are kept as those of ops are."""
-    signature = (WORD, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in args])
+def _as_stored(codes: torch.Tensor) -> torch.Tensor:
+    """The bytes of resident codes in the shape and type of stored ones, for checks; their values mean nothing."""
+    return codes.view(torch.int8).view(codes.shape[0], -1)
+
+
+def _chosen(x: torch.Tensor, codes: torch.Tensor, *rest: Any) -> Kernel:
+    """The kernel of awq_linear for these arguments, the codes being resident. Choices are kept as those of ops are."""
+    given = (x, codes, *rest)
+    signature = (WORD, *[(a.shape, a.dtype, a.device) if isinstance(a, torch.Tensor) else a for a in given])
     kernel = None if _overrides.depth else remembered(signature)
     if kernel is None:
-        problem = problem_builders()["awq_linear"](*args)
+        problem = problem_builders()["awq_linear"](x, _as_stored(codes), *rest)
         kernel = select(problem._replace(options=tuple(sorted((*problem.options, WORD)))))
         if not overridden():
             remember(signature, kernel)
@@ -65,10 +71,14 @@ def _linear_fake(
     input_act_eps=0.0, residual=None, residual_scale=None, weight_dtype=None,
 ):  # fmt: skip
     problem_builders()["awq_linear"](
-        x, codes, wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps, residual,
-        residual_scale, weight_dtype,
+        x, _as_stored(codes), wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps,
+        residual, residual_scale, weight_dtype,
     )  # fmt: skip
     return x.new_empty((*x.shape[:-1], codes.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def _unpack_fake(codes):
+    return codes.new_empty((codes.shape[0], codes.shape[1] * resident.STEP_BYTES), dtype=torch.int8)
 
 
 define_around(
@@ -77,4 +87,4 @@ define_around(
     "Tensor? residual=None, Tensor? residual_scale=None, ScalarType? weight_dtype=None) -> Tensor",
     function=_linear, fake=_linear_fake,
 )  # fmt: skip
-define_around("unpack_awq_codes(Tensor codes) -> Tensor", function=resident.unpack, fake=torch.empty_like)
+define_around("unpack_awq_codes(Tensor codes) -> Tensor", function=resident.unpack, fake=_unpack_fake)

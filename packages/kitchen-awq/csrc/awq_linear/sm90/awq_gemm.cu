@@ -76,6 +76,7 @@ constexpr int64_t kMostWorkspace = int64_t{32} << 20;
 
 struct Layout {
   Division division;
+  int missing_rows;  // GemmParams
   int clusters;
   int64_t flags, pieces;  // bytes of the workspace, in this order
 };
@@ -85,22 +86,22 @@ Layout lay_out(const LinearParams& q, const LinearPlan& plan, int sm_count) {
   Layout layout = {};
   Division& d = layout.division;
   d.tiles_m = static_cast<int>(ceil_div(q.M, v.tokens));
-  const int64_t tiles = d.tiles_m * ceil_div(q.N, kPair * v.rows), most = sm_count / kPair;
-  d.tiles = static_cast<int>(tiles), d.stages = static_cast<int>(ceil_div(q.K, kStageColumns));
-  int64_t clusters = std::min(most, tiles);
-  if (plan.splits != kWhole && tiles * plan.splits <= most) {
-    d.shares = plan.splits, d.cut_tiles = d.tiles;
-    clusters = tiles * plan.splits;
-  } else if (plan.splits != kWhole && tiles % most != 0) {
-    // At least a tile's length each, so that two or three clusters share a tile, unless tiles are fewer than clusters.
-    clusters = std::min(most, std::max<int64_t>(1, tiles * d.stages / 2));
-    d.cut_tiles = static_cast<int>(tiles < 2 * clusters ? tiles : tiles % clusters + clusters);
+  const int64_t rows = kPair * v.rows, most = sm_count / kPair, whole = d.tiles_m * ceil_div(whole_rows(q), rows);
+  d.stages = static_cast<int>(ceil_div(q.K, kStageColumns));
+  d.tiles = static_cast<int>(d.tiles_m * ceil_div(q.N, rows));
+  if (plan.splits != kWhole && whole * plan.splits <= most) {
+    d.shares = plan.splits, d.cut_tiles = d.whole_cut_tiles = d.tiles;
+    layout.clusters = d.positions = d.whole_positions = d.tiles * plan.splits;
+  } else if (plan.splits != kWhole && whole % most != 0) {
+    layout.missing_rows = static_cast<int>(cut_tiles_of(d, q.part_first, q.N, rows, whole, most));
+    layout.clusters = static_cast<int>(std::min<int64_t>(most, d.positions + d.tiles - d.cut_tiles));
+  } else {
+    layout.clusters = d.positions = d.whole_positions = static_cast<int>(std::min<int64_t>(most, d.tiles));
   }
   if (d.cut_tiles > 0) {
-    layout.flags = ceil_div(clusters * kPair * kFlags * 4, 256) * 256;
-    layout.pieces = clusters * kPair * v.rows * v.tokens * 4;
+    layout.flags = ceil_div(int64_t{d.positions} * kPair * kFlags * 4, 256) * 256;
+    layout.pieces = int64_t{d.positions} * kPair * v.rows * v.tokens * 4;
   }
-  layout.clusters = static_cast<int>(clusters);
   return layout;
 }
 
@@ -141,6 +142,7 @@ const char* gemm_sm90_plan_rejected(const LinearParams& q, const LinearPlan& pla
   if (q.M < 0 || q.M > (int64_t{1} << 30)) return "M is out of range";
   if (q.N < 1 || q.N > (int64_t{1} << 30) || q.K < 1 || q.K >= (int64_t{1} << 19)) return "N or K is out of range";
   if (q.K % 32 != 0 || q.N % 8 != 0) return "loads by TMA: K must be a multiple of 32 and N of 8";
+  if (q.part_first % 8 != 0 || q.part_of % 8 != 0) return "parts of a weight must begin at multiples of 8 rows, and the whole be one";
   if (q.group < 32 || q.group % 32 != 0 || q.K % q.group != 0) return "the group must be a multiple of 32 that divides K";
   if (q.x_type == DType::kFloat32 || q.parameter_type != q.x_type) return "takes bfloat16 or float16 x, and scales of the same type";
   if (!is_aligned(q.x) || !is_aligned(q.codes) || !is_aligned(q.scale) || !is_aligned(q.zero)) return "needs 16-byte aligned operands";
@@ -156,12 +158,15 @@ const char* gemm_sm90_plan_rejected(const LinearParams& q, const LinearPlan& pla
   return nullptr;
 }
 
+// Of a part of a weight: the whole's, but tiles that are whole there may have any number of tokens, which no sum knows of.
 LinearPlan choose_gemm_sm90_plan(const LinearParams& q, const LinearDevice& device) {
+  const LinearPlan whole = q.part_of != 0 ? choose_gemm_sm90_plan(whole_of(q), device) : LinearPlan{-1, 0};
+  if (whole.splits > kWhole) return whole;
   LinearPlan best = {-1, 1};
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i < kVariantCount; ++i) {
     if (i > 0 && kVariants[i].tokens >= 2 * q.M) continue;  // made for more tokens
-    for (int splits = 1; splits <= 8; splits *= 2) {
+    for (int splits = 1; splits <= (whole.splits == kWhole ? kWhole : 8); splits *= 2) {
       const LinearPlan plan = {i, splits};
       if (gemm_sm90_plan_rejected(q, plan, device) != nullptr) continue;
       const double time = estimated_time(q, plan, device);
@@ -199,7 +204,7 @@ void awq_gemm_sm90(const LinearParams& q, void* workspace, const LinearPlan* for
   uint8_t* const memory = static_cast<uint8_t*>(workspace);
   GemmParams p = {};
   p.M = static_cast<int>(q.M), p.N = static_cast<int>(q.N), p.K = static_cast<int>(q.K);
-  p.division = layout.division;
+  p.division = layout.division, p.missing_rows = layout.missing_rows;
   p.flags = reinterpret_cast<uint32_t*>(memory);
   p.pieces = reinterpret_cast<float*>(memory + layout.flags);
   p.groups = groups_of_stage(q.group);

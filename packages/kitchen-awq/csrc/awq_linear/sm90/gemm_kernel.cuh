@@ -70,6 +70,7 @@ struct GemmParams {
   CUtensorMap tokens, codes, scale, zero;
   int M, N, K;
   Division division;
+  int missing_rows;         // of the first tile, that lie in front of the weight: where a part begins within a tile of the whole
   int groups;               // rows of a box of scales
   uint32_t group_inverse;   // 2^32 / (g/32) + 1: exact division of k/32 while K < 2^19; 0 for groups of 32
   // The meeting of pieces: [blocks][kRows * kTokens] sums, [blocks][kFlags] flags.
@@ -88,11 +89,12 @@ __device__ __forceinline__ int group_of(const GemmParams& p, int blocks_of_32) {
   return p.group_inverse == 0 ? blocks_of_32 : static_cast<int>(__umulhi(static_cast<uint32_t>(blocks_of_32), p.group_inverse));
 }
 
-// First weight row of this block in a piece's tile.
+// First weight row of this block in a piece's tile; below 0 where a part begins within it: copies fill with zeros, nothing is stored.
 template <class Config>
-__device__ __forceinline__ int block_row(const Piece& piece, uint32_t rank) {
-  return (piece.row * kPair + static_cast<int>(rank)) * Config::kRows;
+__device__ __forceinline__ int block_row(const GemmParams& p, const Piece& piece, uint32_t rank) {
+  return (piece.row * kPair + static_cast<int>(rank)) * Config::kRows - p.missing_rows;
 }
+__device__ __forceinline__ bool is_row(const GemmParams& p, int n) { return static_cast<unsigned>(n) < static_cast<unsigned>(p.N); }
 
 // One thread.
 template <class Config>
@@ -102,7 +104,7 @@ __device__ __forceinline__ void produce(GemmShared<Config>& shared, const GemmPa
   Piece piece;
   Ring<Config> at;
   while (pieces.next(piece)) {
-    const int row = block_row<Config>(piece, rank), token = piece.token * Config::kTokens + static_cast<int>(rank) * kShare;
+    const int row = block_row<Config>(p, piece, rank), token = piece.token * Config::kTokens + static_cast<int>(rank) * kShare;
 #pragma unroll 1
     for (int i = 0; i < piece.count; ++i, at.advance()) {
       GemmStage<Config>& stage = shared.stages[at.stage];
@@ -321,9 +323,9 @@ __device__ __forceinline__ void finish_plain(const float (&sums)[kCount], const 
   float bias[2] = {};
   if (p.epilogue.bias != nullptr) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) bias[h] = load_as_float(p.epilogue.bias, min(first_row + lane / 4 + 8 * h, p.N - 1), p.epilogue.bias_type);
+    for (int h = 0; h < 2; ++h) bias[h] = load_as_float(p.epilogue.bias, max(0, min(first_row + lane / 4 + 8 * h, p.N - 1)), p.epilogue.bias_type);
   }
-  const int left = n < p.N ? p.M - m : 0;  // tokens, from m on
+  const int left = is_row(p, n) ? p.M - m : 0;  // tokens, from m on
   uint16_t* out = static_cast<uint16_t*>(p.epilogue.out) + static_cast<int64_t>(m) * p.N + n;
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i, out += int64_t{8} * p.N) {
@@ -342,7 +344,7 @@ __device__ __forceinline__ void finish_any(float (&sums)[kCount], const GemmPara
   float bias[4] = {};
   if (p.epilogue.bias != nullptr) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) bias[e] = load_as_float(p.epilogue.bias, min(n + e, p.N - 1), p.epilogue.bias_type);
+    for (int e = 0; e < 4; ++e) bias[e] = load_as_float(p.epilogue.bias, max(0, min(n + e, p.N - 1)), p.epilogue.bias_type);
   }
   constexpr int kAtOnce = kCount > 64 ? 16 : 4;  // sums move up, so that the code is there once
 #pragma unroll 1
@@ -354,7 +356,7 @@ __device__ __forceinline__ void finish_any(float (&sums)[kCount], const GemmPara
 #pragma unroll
       for (int e = 0; e < 4; ++e) y[e] += bias[e];
       const int64_t token = m + 2 * (first + i);
-      if (n < p.N && token < p.M) finish_four(p.epilogue, token * p.N + n, n, p.N - n, y);
+      if (is_row(p, n) && token < p.M) finish_four(p.epilogue, token * p.N + n, n, p.N - n, y);
     }
 #pragma unroll
     for (int i = 0; i + kAtOnce < kCount; ++i) sums[i] = sums[i + kAtOnce];
@@ -433,8 +435,8 @@ __device__ __forceinline__ void consume(GemmShared<Config>& shared, const GemmPa
   while (pieces.next(piece)) {
     GemmSums<Config> sums = {};
     accumulate<Config, T, kGroups>(sums, shared, p, piece, at, place);
-    const int shares = p.division.shares, position = pieces.position, block = position * kPair + static_cast<int>(rank);
-    const WarpOutput out = {piece.token * Config::kTokens, block_row<Config>(piece, rank) + warp_row(), static_cast<int>(place.lane)};
+    const int shares = p.division.shares, position = piece.position, block = position * kPair + static_cast<int>(rank);
+    const WarpOutput out = {piece.token * Config::kTokens, block_row<Config>(p, piece, rank) + warp_row(), static_cast<int>(place.lane)};
     if (shares == 2) {
       exchange_and_finish<Config, T, 2>(sums, p, out, position % 2, block - position % 2 * kPair);
     } else if (shares == 4) {
@@ -466,7 +468,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) awq_gemm_kernel(const __g
   ptx::cluster_wait();
   ptx::griddep_wait();
   ptx::griddep_launch();
-  Pieces pieces(p.division, blockIdx.x / kPair, gridDim.x / kPair);
+  Pieces pieces(p.division, static_cast<int>(blockIdx.x / kPair), static_cast<int>(gridDim.x / kPair));
   if (threadIdx.x >= Config::kConsumerThreads) {
     ptx::setmaxnreg_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == Config::kConsumerThreads) produce(shared, p, pieces, rank);

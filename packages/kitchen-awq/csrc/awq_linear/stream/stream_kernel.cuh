@@ -66,8 +66,12 @@ struct StreamParams {
   EpilogueParams epilogue;
 };
 
+// Passes over the ring have two sets of `full` in turn. Groups along K share slots where the ring is no multiple of them, and copies may
+// land out of order: a group that waits for its pass of a slot may be there before the pass before it, another group's, has landed, and
+// by one barrier would take the pass before that for its own, whose parity is the same. It is never two passes ahead: a stage that it has
+// read was issued after all stages one ring before had been read.
 struct Shared {
-  uint64_t full[kMostStages], empty[kMostStages];  // a stage has come; all its warps have read it
+  uint64_t full[2][kMostStages], empty[kMostStages];  // a stage has come; all its warps have read it
   uint64_t received;                               // sums of the cluster have come
   float bias[kMostGroups * kGroupRows];
 };
@@ -99,26 +103,27 @@ struct Producer {
     return kFrom == Tokens::kPiece ? 0 : kImageRowBytes * (kFrom == Tokens::kImages ? kTokens : p.problem.M);
   }
 
-  __device__ __forceinline__ void load_weights(int i, int slot) const {
+  __device__ __forceinline__ void load_weights(int i, int slot, int pass) const {
     const StreamProblem& q = p.problem;
     const int rows = q.groups_n * kGroupRows, stage = piece.first_stage + i, group = group_of(q, stage * (kStageColumns / 32));
     uint8_t* const to = ring + slot * q.stage_bytes;
-    uint64_t* const full = &shared.full[slot];
+    uint64_t* const full = &shared.full[pass % 2][slot];
     ptx::mbarrier_arrive_expect(full, static_cast<uint32_t>(rows * (kRowBytes + 4 * q.stage_groups) + token_bytes()));
     ptx::tma_load(to, &p.codes, stage * kRowBytes, piece.first_row, full);
     ptx::tma_load(to + q.scales_at, &p.scale, piece.first_row, group, full);
     ptx::tma_load(to + q.zeros_at, &p.zero, piece.first_row, group, full);
   }
 
-  __device__ __forceinline__ void load_tokens(int i, int slot) const {
+  __device__ __forceinline__ void load_tokens(int i, int slot, int pass) const {
     uint8_t* const to = ring + slot * p.problem.stage_bytes + p.problem.tokens_at;
+    uint64_t* const full = &shared.full[pass % 2][slot];
     const int stage = piece.first_stage + i;
     if constexpr (kFrom == Tokens::kImages) {
-      ptx::bulk_load(to, p.images + static_cast<int64_t>(stage) * token_bytes(), token_bytes(), &shared.full[slot]);
+      ptx::bulk_load(to, p.images + static_cast<int64_t>(stage) * token_bytes(), token_bytes(), full);
     } else if constexpr (kFrom == Tokens::kRows) {
 #pragma unroll
       for (int block = 0; block < 4; ++block) {
-        ptx::tma_load(to + block * (kTokens * 128), &p.rows, stage * kStageColumns + 64 * block, 0, &shared.full[slot]);
+        ptx::tma_load(to + block * (kTokens * 128), &p.rows, stage * kStageColumns + 64 * block, 0, full);
       }
     }
   }
@@ -126,7 +131,7 @@ struct Producer {
   // Weights of the first round: before anything else.
   __device__ __forceinline__ void start() const {
 #pragma unroll 1
-    for (int i = 0; i < min(piece.stages, p.problem.ring); ++i) load_weights(i, i);
+    for (int i = 0; i < min(piece.stages, p.problem.ring); ++i) load_weights(i, i, 0);
   }
 
   // Waits for the kernel in front; then tokens of the first round, and what follows.
@@ -134,15 +139,14 @@ struct Producer {
     const int ring_stages = p.problem.ring;
     ptx::griddep_wait();
 #pragma unroll 1
-    for (int i = 0; i < min(piece.stages, ring_stages); ++i) load_tokens(i, i);
-    int slot = 0;
-    uint32_t phase = 0;
+    for (int i = 0; i < min(piece.stages, ring_stages); ++i) load_tokens(i, i, 0);
+    int slot = 0, pass = 1;
 #pragma unroll 1
     for (int i = ring_stages; i < piece.stages; ++i) {
-      ptx::mbarrier_wait(&shared.empty[slot], phase);
-      load_weights(i, slot);
-      load_tokens(i, slot);
-      if (++slot == ring_stages) slot = 0, phase ^= 1;
+      ptx::mbarrier_wait(&shared.empty[slot], static_cast<uint32_t>(pass - 1) % 2);
+      load_weights(i, slot, pass);
+      load_tokens(i, slot, pass);
+      if (++slot == ring_stages) slot = 0, ++pass;
     }
   }
 };
@@ -215,8 +219,7 @@ __device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamPara
   const int lane = static_cast<int>(threadIdx.x) % 32, row = n * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane / 4;
   Places<kFrom, kParts> places(q, piece.first_stage + k, row);
   uint32_t a[2][2][4];
-  int slot = k, previous = -1;
-  uint32_t phase = 0;
+  int slot = k, previous = -1, pass = 0;
 #pragma unroll 1
   for (int i = k; i < piece.stages; i += q.groups_k) {
     const uint8_t* const stage = memory + slot * q.stage_bytes;
@@ -224,7 +227,7 @@ __device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamPara
     const uint8_t* const image = kByStage ? stage + q.tokens_at : memory + q.piece_at + i * (kTokens * kImageRowBytes);
     const uint64_t b = ptx::descriptor_swizzle128(__shfl_sync(0xffffffffu, ptx::smem_address(image), 0));
     if (!q.even_groups) places = Places<kFrom, kParts>(q, piece.first_stage + i, row);
-    ptx::mbarrier_wait(&shared.full[slot], phase);
+    ptx::mbarrier_wait(&shared.full[pass % 2][slot], static_cast<uint32_t>(pass) / 2 % 2);
     StageWords<T, kFrom, kParts> own;
     const uint32_t found = own.load(stage, stage + row * kRowBytes, q.zeros_at - q.scales_at, places);
     const bool exact = __any_sync(0xffffffffu, found != 0);
@@ -253,7 +256,7 @@ __device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamPara
       }
     }
     previous = slot, slot += q.groups_k;
-    if (slot >= q.ring) slot -= q.ring, phase ^= 1;
+    if (slot >= q.ring) slot -= q.ring, ++pass;
   }
   ptx::wgmma_wait<0>();
 }
@@ -328,7 +331,8 @@ __global__ void __launch_bounds__(128 * most_groups(kTokens) + 32, 1) awq_stream
     ptx::tma_prefetch_map(&p.scale);
     ptx::tma_prefetch_map(&p.zero);
     for (int i = 0; i < q.ring; ++i) {
-      ptx::mbarrier_init(&shared.full[i], 1);
+      ptx::mbarrier_init(&shared.full[0][i], 1);
+      ptx::mbarrier_init(&shared.full[1][i], 1);
       ptx::mbarrier_init(&shared.empty[i], 4 * q.groups_n);
     }
     ptx::mbarrier_init_fence();

@@ -152,6 +152,7 @@ const char* decode_plan_rejected(const LinearParams& q, const LinearPlan& plan, 
 }
 
 LinearPlan choose_decode_plan(const LinearParams& q, const LinearDevice& device) {
+  if (q.part_of != 0) return choose_decode_plan(whole_of(q), device);
   LinearPlan best = {-1, 1};
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i < kVariantCount; ++i) {

@@ -141,7 +141,8 @@ int registers_of(const LinearParams& q) {
 double estimated_time(const LinearParams& q, const LinearPlan& plan, const LinearDevice& device) {
   constexpr double kAlone = 0.17, kAloneTokens = 0.124, kShared = 0.252, kSharedTokens = 0.106, kNorm = 0.796;
   constexpr double kLaunch = 0.37, kPiece = 0.0148, kByStage = 3.85, kStageTokens = 0.00187, kSums = 0.54 / 65536, kAlongK = 0.367;
-  constexpr double kCluster = 1.56, kClusterBlock = 0.007, kLargeCluster = 0.22, kRound = 3.92, kFull = 0.335, kShallow = 0.82, kDeep = 12;
+  constexpr double kCluster = 1.56, kClusterBlock = 0.007, kLargeCluster = 0.22, kEight = 0.5, kExchange = 26.0 / 65536;
+  constexpr double kRound = 3.92, kFull = 0.335, kShallow = 0.82, kDeep = 12;
   const Layout layout = lay_out(q, plan, device);
   const StreamProblem& p = layout.problem;
   const double tokens = tokens_of(q), sms = std::floor(device.sm_count * (plan.splits > 2 ? 0.91 : 1.0));  // large clusters leave some idle
@@ -154,7 +155,9 @@ double estimated_time(const LinearParams& q, const LinearPlan& plan, const Linea
   double time = kLaunch + double(ceil_div(p.per_split, p.groups_k)) * of_sm / at_once * stage + kAlongK * (p.groups_k - 1) + kRound * (of_sm / at_once - 1);
   time += tokens_from(q, plan) == Tokens::kPiece ? kPiece * double(q.M) * p.per_split * of_sm : kByStage + kStageTokens * tokens * p.per_split * of_sm;
   time += kSums * double(q.M) * p.groups_n * kGroupRows * p.groups_k * at_once;
-  if (plan.splits > 1) time += kCluster + kClusterBlock * plan.splits + (plan.splits > 2 ? kLargeCluster : 0);
+  if (plan.splits > 1) time += kCluster + kClusterBlock * plan.splits;
+  if (plan.splits > 2) time += kLargeCluster + kExchange * double(q.M) * p.groups_n * kGroupRows * at_once * (plan.splits - 1) / plan.splits;
+  if (plan.splits > 4) time += kEight;
   if (tokens_from(q, plan) != Tokens::kImages && fit <= at_once) time += kFull;  // no block of the next call comes early
   return time + kShallow * std::max(0.0, 1 - p.ring / std::min<double>(p.per_split, p.groups_k * kDeep));
 }
@@ -183,6 +186,7 @@ const char* stream_plan_rejected(const LinearParams& q, const LinearPlan& plan, 
   if (q.M < 0 || q.M > kMostTokens) return "takes 0 to 64 rows of x";
   if (q.N < 1 || q.N > (int64_t{1} << 30) || q.K < 1 || q.K >= (int64_t{1} << 19)) return "N or K is out of range";
   if (q.K % 32 != 0 || q.N % 8 != 0) return "copies 16 bytes at a time: K must be a multiple of 32 and N of 8";
+  if (q.part_first % 8 != 0 || q.part_of % 8 != 0) return "parts of a weight must begin at multiples of 8 rows, and the whole be one";
   if (q.group < 32 || q.group % 32 != 0 || q.K % q.group != 0) return "the group must be a multiple of 32 that divides K";
   if (q.x_type == DType::kFloat32 || q.parameter_type != q.x_type) return "takes bfloat16 or float16 x, and scales of the same type";
   if (!is_aligned(q.x) || !is_aligned(q.codes) || !is_aligned(q.scale) || !is_aligned(q.zero)) return "needs 16-byte aligned operands";
@@ -202,12 +206,15 @@ const char* stream_plan_rejected(const LinearParams& q, const LinearPlan& plan, 
   return nullptr;
 }
 
+// Of a part of a weight: the fastest of those that add as the whole's plan does, over the same warpgroups along K and pieces of K.
 LinearPlan choose_stream_plan(const LinearParams& q, const LinearDevice& device) {
+  const LinearPlan whole = q.part_of != 0 ? choose_stream_plan(whole_of(q), device) : LinearPlan{-1, 0};
   LinearPlan best = {-1, 1};
   double least = std::numeric_limits<double>::infinity();
   for (int i = 0; i < kVariantCount; ++i) {
     for (int splits = 1; splits <= kMostSplits; splits *= 2) {
       const LinearPlan plan = {i, splits};
+      if (whole.splits != 0 && (splits != whole.splits || groups_k_of(plan) != groups_k_of(whole))) continue;
       if (stream_plan_rejected(q, plan, device) != nullptr) continue;
       const double time = estimated_time(q, plan, device);
       if (time < least) least = time, best = plan;
