@@ -1,17 +1,21 @@
 """`kitchen explain` and `kitchen doctor`: what they assume is said, and is what real calls ask for."""
 
+import itertools
 import json
+import random
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from kitchen_core import UnsupportedError, doctor
+from kitchen_core import UnsupportedError, doctor, explain
 from kitchen_core._environment import is_on
 from kitchen_core.cli import main
 from kitchen_core.devices import simulate
-from kitchen_core.ops._define import problem_builders
+from kitchen_core.explanation import option_words
+from kitchen_core.ops._define import check_sizes, problem_builders
+from kitchen_core.testing.cases import make_case
 from kitchen_core.testing.samples import SAMPLES
 from kitchen_core.typical import TYPICAL_M, typical
 
@@ -66,12 +70,98 @@ def test_explain_as_json_says_the_same(capsys):
     assert found["assumed"] == ["N=3072", "K=3072", "group=16", "rotation=256", "bits=4", "bfloat16"]
 
 
+@pytest.mark.parametrize("op", sorted(problem_builders()))
+def test_explain_takes_the_sizes_and_options_of_every_call_that_the_op_takes(op):
+    draw = random.Random(op).choice
+    for case in (make_case(op, draw) for _ in range(60)):
+        problem = problem_builders()[op](*case.arguments)
+        check_sizes(problem)
+        assert set(problem.options) <= set(option_words(op)), problem
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def linear_call(op, k, group, rotation):
+    """A call of a linear whose weight has K columns in groups, without data. None: no tensors have such sizes."""
+    i8, x = torch.int8, empty(2, k)
+    if op == "int8_linear":
+        return x, empty(8, k, dtype=i8), empty(8, dtype=torch.float32), None, None, rotation
+    if (op != "svdquant_linear" and group < 1) or k % max(group, 1) or k % 2:
+        return None
+    codes = empty(8, k // 2, dtype=i8)
+    if op == "w4a8_linear":
+        s_rel, s_channel = empty(8, k // group, dtype=torch.float32), empty(8, dtype=torch.float32)
+        return x, codes, s_rel, s_channel, None, None, None, None, group, rotation
+    if op == "awq_linear":
+        return x, codes, empty(k // group, 8), empty(k // group, 8), None, group
+    return None if group != 64 else (x, codes, empty(k // 64, 8), empty(k), empty(k, 4), empty(8, 4))
+
+
+@pytest.mark.parametrize("op", ["int8_linear", "w4a8_linear", "svdquant_linear", "awq_linear"])
+def test_explain_refuses_what_the_op_refuses(op):
+    """The same sizes, as fields and as tensors: both are refused, in the same words, or neither is."""
+    seen = set()
+    sizes = itertools.product((0, 1, 7, 16, 24, 64, 100, 192, 256), (0, 1, 4, 7, 16, 64, 96), (0, 3, 4, 16, 64, 256))
+    for k, group, rotation in sizes:
+        rotation = rotation if op in ("int8_linear", "w4a8_linear") else 0
+        fields = {"M": 2, "N": 8, "K": k, "rotation": rotation, "group": 0 if op == "int8_linear" else group}
+        told = explain(op, **fields, rank=4, bits=8 if op == "int8_linear" else 4)
+        arguments = linear_call(op, k, group, rotation)
+        said = None
+        if arguments is not None:
+            try:
+                problem_builders()[op](*arguments)
+            except UnsupportedError as error:
+                said = str(error)
+            if op == "svdquant_linear" and group != 64:
+                said = told.refused
+            assert told.refused == said
+        elif op != "svdquant_linear" or group:
+            assert told.refused
+        assert (told.chosen is None) == (told.refused is not None)
+        seen.add(told.refused is None)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        (["awq_linear", "-K", "100"], 1, "refused: group_size must be a positive divisor of in_features K=100, got 64"),
+        (["awq_linear", "-K", "0"], 1, "refused: in_features K must be even and positive"),
+        (
+            ["svdquant_linear", "-K", "100"],
+            1,
+            "refused: svdquant quantizes groups of 64 columns, got in_features K=100",
+        ),
+        (
+            ["w4a8_linear", "-K", "24"],
+            1,
+            "refused: in_features K must be a positive multiple of 16 at 4 bits, got K=24",
+        ),
+        (["w4a8_linear", "--bits", "5"], 1, "refused: bits must be 4 or 6, got 5"),
+        (["int8_linear", "--rotation", "48"], 1, "refused: convrot_groupsize must be 0 (none) or a power of 4"),
+        (["int8_linear", "--option", "biass"], 1, "int8_linear knows no option biass; it has bias, residual,"),
+        (["int8_linear", "--rank", "5"], 2, "int8_linear has no rank; what it depends on: M, N, K, rotation"),
+        (["int8_linear", "-K", "100"], 0, "K=100, bfloat16 -> bfloat16, on "),  # not rotated, as no group divides it
+    ],
+)
+def test_explain_names_no_kernel_for_a_call_that_the_op_refuses(words, status, told, capsys):
+    assert main(["explain", *words, "--as", "sm_90"]) == status
+    output = "".join(capsys.readouterr())
+    assert told in output
+    assert status == 0 or ">" not in output.replace("->", "")
+
+
 @pytest.mark.parametrize("words", [["-M", "-3"], ["-M", "many"], ["--dtype", "int8"], ["--grop", "3"]])
 def test_nonsense_is_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["explain", "int8_linear", *words])
     assert stopped.value.code == 2
-    assert words[0].lstrip("-") in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert words[0].lstrip("-") in told
+    assert words[0] != "-M" or f"must be a whole number of 0 or more, got '{words[1]}'" in told
 
 
 @pytest.mark.parametrize("command", [["explain", "int8_linear"], ["doctor"]])
@@ -124,3 +214,12 @@ def test_a_switch_is_0_or_1(name, monkeypatch):
     importing = subprocess.run([sys.executable, "-c", "import kitchen_core.ops"], capture_output=True, text=True)
     assert (importing.returncode != 0) == (name == "KITCHEN_CHECK_FINITE"), "the one that is read at import"
     assert importing.returncode == 0 or "is not 0 or 1" in importing.stderr
+
+
+def test_what_the_system_says_is_a_message(capsys, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error", "model.safetensors")
+
+    monkeypatch.setattr(doctor, "examine", fails)
+    assert main(["doctor"]) == 2
+    assert "kitchen doctor: [Errno 5] Input/output error: 'model.safetensors'" in capsys.readouterr().err

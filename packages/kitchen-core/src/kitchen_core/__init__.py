@@ -28,6 +28,7 @@ _EXPORTS = {
     "finite": ("check_finite",),
     "formats": ("Format", "get_format", "installed_formats"),
     "linear": ("QuantizedLinear",),
+    "resident": ("optimize_for_decode",),
     "registry": ("Explanation", "Kernel", "Problem", "Provider", "register", "trace", "unregister", "use"),
     "tensor": ("QuantizedTensor",),
     "ops": (

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from . import plugins as plugin_registry
-from .errors import KitchenError
+from .errors import KitchenError, UnsupportedError
 
 EXIT_PROBLEM = 1  # the command ran and found a problem
 EXIT_ERROR = 2  # the command could not do what was asked
+_SIZES = ("M", "N", "K", "group", "rotation", "rank", "bits")
 EXIT_BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 
 
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader left, as `| head` does: what was found is not known, so this is no success
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's last flush complains
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # of the system, not of the command: a disk that fails, a file that cannot be read
+        print(f"kitchen {options.command}: {error}", file=sys.stderr)
+        return EXIT_ERROR
 
 
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +91,7 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "explain", help="which kernel would run one op, and why the others would not",
         description="Ask every kernel of one op about one call, and show each answer. Nothing is run. What is not given is "
-        "taken from a typical layer and said. Exit code 1: no kernel can run the call.",
+        "taken from a typical layer and said. Exit code 1: the op refuses the call, or no kernel can run it.",
         epilog="example: kitchen explain int8_linear -M 4096 -N 12288 -K 3072 --as sm_90",
     )  # fmt: skip
     parser.add_argument("op", help="an op of torch.ops.kitchen, such as int8_linear, w4a8_linear, awq_linear")
@@ -115,9 +119,12 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
 
 def _count(text: str) -> int:
     """A number of rows, columns or bits."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {number}")
+        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
     return number
 
 
@@ -125,15 +132,21 @@ def _explain(options: argparse.Namespace) -> int:
     import torch
 
     from . import doctor
+    from .arithmetic import rotation_group
     from .explanation import explain
+    from .ops._define import problem_builders
     from .typical import typical
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     fields = typical(options.op, M=1, dtype=dtype)
-    asked = {name: getattr(options, name) for name in ("M", "N", "K", "group", "rotation", "rank", "bits")}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    assumed = [f"{name}={fields[name]}" for name in ("M", "N", "K", "group", "rotation", "rank", "bits")
-               if fields.get(name) and name not in asked]  # fmt: skip
+    asked = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    foreign = [name for name in asked if not fields.get(name)]
+    if foreign and options.op in problem_builders():
+        own = ", ".join(name for name in _SIZES if fields.get(name))
+        raise UnsupportedError(f"{options.op} has no {', '.join(foreign)}; what it depends on: {own}")
+    if "rotation" not in asked and fields.get("rotation"):  # as a layer of this width is quantized
+        fields["rotation"] = rotation_group(asked.get("K", fields["K"]), fields["rotation"])
+    assumed = [f"{name}={fields[name]}" for name in _SIZES if fields.get(name) and name not in asked]
     assumed += [] if options.dtype else ["bfloat16"]
     words = tuple(sorted({*fields.pop("options", ()), *options.option}))
     with doctor.pretend(options.simulate, options.name) as device:

@@ -154,6 +154,7 @@ def explanation_as_dict(explanation: Explanation) -> dict[str, Any]:
         "calls": list(explanation.chosen.calls) if explanation.chosen else [],
         "candidates": [{"kernel": c.kernel.id, "reason": c.reason} for c in explanation.candidates],
         "notes": list(explanation.notes),
+        "refused": explanation.refused,
     }
 
 

@@ -18,6 +18,7 @@ from . import plugins as plugin_registry
 from .abi import KITCHEN_ABI
 from .activation import QuantizedActivation
 from .arithmetic import is_power_of_4
+from .devices import DeviceFacts
 from .errors import FormatError, PluginError, UnsupportedError
 from .known_formats import KNOWN_FORMATS
 
@@ -49,6 +50,9 @@ class Format:
     tensors: ClassVar[tuple[TensorSpec, ...]]
     activation_kind: ClassVar[str] = "float"
     uses_calibration: ClassVar[bool] = False
+    # Whether ``linear`` and ``linear_quantized`` take ``part``, (first, rows): the stored weight is the rows from ``first``
+    # on of one of so many rows, and sums are to be added in the order of the whole's. For formats whose sums are floats.
+    takes_part: ClassVar[bool] = False
     column_planes: ClassVar[dict[str, tuple[int, ...]]] = {}
 
     # ------------------------------------------------------------------------------ what every format supplies
@@ -74,11 +78,6 @@ class Format:
     def requantize(cls, tensors: Tensors, config: Any, weight: torch.Tensor, seed: int = 0) -> Tensors:
         """Another float weight in the place of stored tensors. Formats that keep some of them (a table) override it."""
         return cls.quantize(weight, config, seed=seed)
-
-    @classmethod
-    def stored(cls, tensors: Tensors, config: Any) -> tuple[Tensors, Any]:
-        """Tensors and config as they are saved. A format with a resident layout, which lives in memory only, undoes it here."""
-        return tensors, config
 
     @classmethod
     def dequantize(cls, tensors: Tensors, config: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -148,11 +147,46 @@ class Format:
         """The config of a stored layer from its marker and its tensors' shapes by name. Unknown keys are tolerated."""
         raise NotImplementedError
 
+    # ---------------------------------------------------------- the resident layout, of formats that have one
+
+    # Of the stored tensors, those that such a layout holds as one, under the first one's name (``kitchen_core.resident``).
+    resident_tensors: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def is_resident(cls, tensors: Tensors) -> bool:
+        """Whether they are in the resident layout. The tensors themselves say so, by a dtype and a shape that no stored one
+        has: whatever way they came, they are taken for what they are.
+        """
+        return False
+
+    @classmethod
+    def why_not_resident(cls, tensors: Tensors, config: Any, facts: DeviceFacts | None) -> str | None:
+        """Why stored tensors cannot be laid out so, in words, or None if they can; ``facts`` of the GPU that they are on."""
+        return f"{cls.name} has no resident layout"
+
+    @classmethod
+    def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> Tensors:
+        """Stored tensors in the resident layout: in ``storage``, the bytes of the ``resident_tensors``, or in new memory.
+
+        Nothing may fail once ``storage`` is written to.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def stored(cls, tensors: Tensors, config: Any) -> Tensors:
+        """The tensors as they are saved: themselves, or made anew of the resident layout, which lives in memory only."""
+        return tensors
+
     # --------------------------------------------------------------------------------------- shared behaviour
 
     @classmethod
     def check_names(cls, tensors: Tensors) -> None:
-        """Raises FormatError unless all required tensors are there and none is unknown."""
+        """Raises FormatError unless all required tensors are there, none is unknown, and they are as they are stored."""
+        if cls.is_resident(tensors):
+            raise FormatError(
+                f"{cls.name}: these tensors are in the resident layout, which lives in memory only; give what is stored: "
+                "format.stored(tensors, config)"
+            )
         known = {spec.name for spec in cls.tensors}
         missing = [spec.name for spec in cls.tensors if spec.required and tensors.get(spec.name) is None]
         unknown = sorted(set(tensors) - known)
@@ -251,6 +285,8 @@ def check_float_weight(weight: torch.Tensor) -> None:
 
     A NaN or inf in a weight would spoil a whole row or group silently, so it is named by its position.
     """
+    if weight.layout is not torch.strided:
+        raise UnsupportedError(f"a weight to quantize must be dense, got layout {weight.layout}; pass its to_dense()")
     if weight.dim() != 2 or weight.numel() == 0:
         raise UnsupportedError(f"a weight to quantize must be [N, K] with N, K >= 1, got shape {list(weight.shape)}")
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):

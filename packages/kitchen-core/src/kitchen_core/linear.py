@@ -51,6 +51,11 @@ class QuantizedLinear(nn.Linear):
         cls, linear: nn.Linear, format: type[Format] | str, seed: int = 0, calibration: Any = None, **options: Any
     ) -> QuantizedLinear:
         """Quantize an nn.Linear; ``options`` are those of the format's ``config_for``. Keeps device, dtype and bias."""
+        if not isinstance(linear, nn.Linear):
+            raise UnsupportedError(
+                f"from_linear takes an nn.Linear, got {type(linear).__name__}; another layer with a weight [N, K] is put into "
+                "one first (a transposed weight, as of a Conv1D, is not such a layer)"
+            )
         format = get_format(format) if isinstance(format, str) else format
         weight = linear.weight.detach()
         config = config_of(format, weight, options)
@@ -114,36 +119,42 @@ class QuantizedLinear(nn.Linear):
             self._parameters[key].data = tensor.to(self._parameters[key].device)
         return self
 
-    def relay_(self, tensors: Tensors, config: Any) -> QuantizedLinear:
+    def relay_(self, tensors: Tensors) -> QuantizedLinear:
         """For formats with a resident layout: hold the same weight as these tensors."""
         for spec in self.format.tensors:
             tensor = tensors.get(spec.name)
-            if tensor is None:
-                self._parameters.pop(spec.key, None)
-            else:  # another parameter always: who remembers the old one, as offloading does, sees the change
+            if tensor is not None:
+                # another parameter always: who remembers the old one, as offloading does, sees the change
                 self._parameters[spec.key] = nn.Parameter(tensor.detach(), requires_grad=False)
-        self.config = config
+            elif spec.key in self._parameters:
+                # kept as None: the order of keys, and a place for stored tensors to come to
+                self._parameters[spec.key] = None
         return self
 
-    def _stored(self) -> tuple[Tensors, Any]:
-        """The tensors by key and the config, as they are saved."""
-        tensors, config = self.format.stored(self.inner(), self.config)
-        return self.format.state_dict(tensors), config
+    @property
+    def _is_resident(self) -> bool:
+        return self.format.is_resident(self.inner())
+
+    def _stored(self) -> Tensors:
+        """The tensors by key, as they are saved."""
+        return self.format.state_dict(self.format.stored(self.inner(), self.config))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """What is stored, in whatever layout it is held here."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        tensors, config = self._stored()
-        if config != self.config:
-            destination.update({prefix + key: tensor.detach() for key, tensor in tensors.items()})
+        """What is stored, in whatever layout it is held here, and in the same order."""
+        made: dict[str, torch.Tensor] = {}
+        super()._save_to_state_dict(made, prefix, keep_vars)
+        if self._is_resident:
+            made |= {prefix + key: tensor.detach() for key, tensor in self._stored().items()}
+            first = [prefix + key for key in self._parameters if prefix + key in made]
+            made = {key: made[key] for key in first} | made
+        destination.update(made)
 
     def __getstate__(self) -> dict[str, Any]:
-        tensors, config = self._stored()
         held = dict(self._parameters)
-        if config != self.config:
-            held |= {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in tensors.items()}
+        if self._is_resident:
+            held |= {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in self._stored().items()}
         present, hidden = hide_float8({k: p for k, p in held.items() if p is not None})
-        return {**self.__dict__, "config": config, "_parameters": {**held, **present}, "_hidden_float8": hidden}
+        return {**self.__dict__, "_parameters": {**held, **present}, "_hidden_float8": hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         hidden = state.pop("_hidden_float8")
@@ -153,7 +164,8 @@ class QuantizedLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """in_features=..., out_features=..., bias=..., format, config"""
-        return f"{super().extra_repr()}, {self.format.name}, {self.config}"
+        layout = ", resident layout" if self._is_resident else ""
+        return f"{super().extra_repr()}, {self.format.name}, {self.config}{layout}"
 
     # ------------------------------------------------------------------------------------- moving and loading
 
@@ -193,9 +205,8 @@ class QuantizedLinear(nn.Linear):
         """Accept every spelling and packing that the format reads; refuse a marker that says another config. A weight in a
         resident layout is held as stored from then on.
         """
-        tensors, config = self.format.stored(self.inner(), self.config)
-        if config != self.config:
-            self.relay_(tensors, config)
+        if self._is_resident:
+            self.relay_(self.format.stored(self.inner(), self.config))
         found = self.format.from_state_dict(state_dict, prefix)
         for spec in self.format.tensors:
             for key in (spec.key, *spec.aliases):

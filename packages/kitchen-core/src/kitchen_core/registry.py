@@ -36,7 +36,8 @@ class Problem(NamedTuple):
 
     ``M`` rows of x, ``N`` out features, ``K`` in features; ``group`` the quantization group and ``rotation`` the
     ConvRot group (0 = none); ``rank`` of the low-rank branch; ``bits`` per weight; ``options`` a sorted tuple of words
-    such as "bias", "residual", "input_act=swiglu".
+    such as "bias", "residual", "input_act=swiglu". ``part`` (first, rows): the N rows are those from ``first`` on of a
+    weight of so many rows, in the order of whose sums they are to be added.
     """
 
     op: str
@@ -51,11 +52,13 @@ class Problem(NamedTuple):
     rank: int = 0
     bits: int = 8
     options: tuple[str, ...] = ()
+    part: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         words = [f"M={self.M} N={self.N} K={self.K}", f"{_short(self.dtype)} -> {_short(self.out_dtype)}"]
         words += [f"{name}={getattr(self, name)}" for name in ("group", "rotation", "rank") if getattr(self, name)]
         words += [f"{self.bits} bits"] if self.bits != 8 else []
+        words += [f"rows {self.part[0]}.. of {self.part[1]}"] if self.part is not None else []
         return ", ".join([*words, *self.options, f"on {self.device}"])
 
 
@@ -110,13 +113,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every candidate for a problem, in the order in which they are asked, and the one that was chosen (or None)."""
+    """Every candidate for a problem, in the order in which they are asked, and the one that was chosen (or None).
+
+    ``refused`` says why the op itself takes no such call; then no kernel was asked.
+    """
 
     problem: Problem
     facts: DeviceFacts
     candidates: tuple[Candidate, ...]
     chosen: Kernel | None
     notes: tuple[str, ...] = ()
+    refused: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.problem.op}: {self.problem}", f"device: {self.facts}"]
@@ -127,6 +134,7 @@ class Explanation:
             if candidate.kernel.calls and not candidate.reason:
                 answer += f"; calls {', '.join(candidate.kernel.calls)}"
             lines.append(f"{mark} {candidate.kernel.id:{width}}  {answer}")
+        lines += [f"refused: {self.refused}"] if self.refused else []
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 

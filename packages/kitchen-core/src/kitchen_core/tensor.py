@@ -40,17 +40,25 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, tensors: Tensors, format: type[Format] | str, config: Any, dtype: torch.dtype, transposed: bool = False,
-        *, trusted: bool = False,
-    ) -> QuantizedTensor:  # fmt: skip
+        cls, tensors: Tensors, format: type[Format] | str, config: Any, dtype: torch.dtype, transposed: bool = False
+    ) -> QuantizedTensor:
         format = get_format(format) if isinstance(format, str) else format
-        if not trusted:  # tensors from outside; those of another QuantizedTensor have been checked
-            format.check_names(tensors)
-            format.check(tensors, config)
-            if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-                raise UnsupportedError(f"dtype is the float dtype that the weight stands for, got {dtype}")
-        n, k = format.shape(tensors, config)
-        sizes, strides = ((k, n), (1, k)) if transposed else ((n, k), (k, 1))
+        format.check_names(tensors)
+        format.check(tensors, config)
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise UnsupportedError(f"dtype is the float dtype that the weight stands for, got {dtype}")
+        return cls._around(tensors, format, config, dtype, transposed)
+
+    @classmethod
+    def _around(
+        cls, tensors: Tensors, format: type[Format], config: Any, dtype: torch.dtype, transposed: bool,
+        outer: tuple[Any, Any] | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        """Unchecked: of tensors that another QuantizedTensor held. ``outer``: sizes and strides, where they are known."""
+        if outer is None:
+            n, k = format.shape(tensors, config)
+            outer = ((k, n), (1, k)) if transposed else ((n, k), (k, 1))
+        sizes, strides = outer
         device = tensors[format.tensors[0].name].device
         self = torch.Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device)
         self._format = format
@@ -83,17 +91,19 @@ class QuantizedTensor(torch.Tensor):
         return self._tensors
 
     def _hold(self, tensors: Tensors) -> None:
+        for name in self.__dict__.get("_tensors", {}).keys() - tensors.keys():
+            delattr(self, name)
         self._tensors = tensors
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
 
-    def relay_(self, tensors: Tensors, config: Any) -> QuantizedTensor:
+    def relay_(self, tensors: Tensors) -> QuantizedTensor:
         """For formats with a resident layout: hold the same weight as these tensors, in place for whoever has this object."""
-        for name in self._tensors.keys() - tensors.keys():
-            delattr(self, name)
-        self.config = config
         self._hold(tensors)
         return self
+
+    def _stored(self) -> Tensors:
+        return self._format.stored(self.inner(), self.config)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +115,7 @@ class QuantizedTensor(torch.Tensor):
         if self.transposed:
             raise FormatError("a transposed view cannot be saved; save the weight that it is a view of")
         layer = prefix.removesuffix("weight")
-        return self._format.state_dict(self._format.stored(self.inner(), self.config)[0], layer)
+        return self._format.state_dict(self._stored(), layer)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The dense weight, rounded once to ``dtype`` (its own where None)."""
@@ -122,7 +132,7 @@ class QuantizedTensor(torch.Tensor):
         self, tensors: Tensors, dtype: torch.dtype | None = None, transposed: bool | None = None
     ) -> QuantizedTensor:
         transposed = self.transposed if transposed is None else transposed
-        return QuantizedTensor(tensors, self._format, self.config, dtype or self.dtype, transposed, trusted=True)
+        return QuantizedTensor._around(tensors, self._format, self.config, dtype or self.dtype, transposed)
 
     # ------------------------------------------------------------------------------------------------ linears
 
@@ -179,12 +189,15 @@ class QuantizedTensor(torch.Tensor):
     # --------------------------------------------------------------------------------- copying, saving, compiling
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self._tensors), (self._format.name, self.config, self.dtype, self.transposed)
+        # the layout is there for the guards of torch.compile, which look at this and not at the inner tensors
+        layout = self._format.is_resident(self._tensors)
+        return list(self._tensors), (self._format.name, self.config, self.dtype, self.transposed, layout)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: Tensors, context: Any, outer_size: Any, outer_stride: Any) -> QuantizedTensor:
-        name, config, dtype, transposed = context
-        return cls(inner, get_format(name), config, dtype, transposed, trusted=True)
+        name, config, dtype, transposed, _ = context
+        # outer sizes are symbols of their own in a graph: not what the symbols of inner sizes make
+        return cls._around(inner, get_format(name), config, dtype, transposed, (outer_size, outer_stride))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -196,10 +209,9 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        stored, config = self._format.stored(self.inner(), self.config)
-        config = dataclasses.asdict(config)
+        config = dataclasses.asdict(self.config)
         is_parameter = isinstance(self, torch.nn.Parameter)
-        tensors, hidden = hide_float8(stored)
+        tensors, hidden = hide_float8(self._stored())
         return _rebuild, (self._format.name, config, tensors, hidden, self.dtype, self.transposed, is_parameter)
 
     def share_memory_(self) -> QuantizedTensor:
@@ -232,6 +244,7 @@ class QuantizedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         view = ", transposed" if self.transposed else ""
+        view += ", resident layout" if self._format.is_resident(self._tensors) else ""
         return f"QuantizedTensor({list(self.shape)}, {self._format.name}, {self.config}, {self.dtype}, {self.device}{view})"
 
     # ----------------------------------------------------------------------------------------------- dispatch
@@ -339,7 +352,10 @@ def _empty_like(func: Any, self: QuantizedTensor, *, dtype: Any = None, **kwargs
 
 
 def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Between weights of one format and config, tensor by tensor; anything else is refused, nothing broadcasts."""
+    """Between weights of one format and config, tensor by tensor; anything else is refused, nothing broadcasts.
+
+    Where only one of them is in the resident layout, the target holds what is stored from then on.
+    """
     if not isinstance(self, QuantizedTensor):
         return func(self, source.dequantize(), non_blocking)
     if not isinstance(source, QuantizedTensor):
@@ -347,18 +363,16 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
             f"copy_ into a quantized weight takes a quantized weight ({self._format.name}), got a dense "
             f"{list(source.shape)} tensor; use weight.requantize(dense)"
         )
-    theirs, config = source.inner(), source.config
-    if source._format is self._format and config != self.config:  # one of them may be in a resident layout
-        theirs, config = self._format.stored(theirs, config)
-        mine, own = self._format.stored(self.inner(), self.config)
-        if own == config != self.config:
-            self.relay_(mine, own)
-    same = source._format is self._format and config == self.config and source.transposed == self.transposed
-    mine = self.inner()
+    mine, theirs, format = self.inner(), source.inner(), self._format
+    same = source._format is format and source.config == self.config and source.transposed == self.transposed
+    if same and format.is_resident(mine) != format.is_resident(theirs):
+        mine, theirs = self._stored(), source._stored()
     if not same or {n: t.shape for n, t in mine.items()} != {n: t.shape for n, t in theirs.items()}:
         raise UnsupportedError(
             f"copy_ needs the same format, config and shapes; got {source!r} for {self!r}. Assign the parameter instead"
         )
+    if mine is not self.inner():
+        self.relay_(mine)
     for name, tensor in mine.items():
         tensor.copy_(theirs[name], non_blocking)
     return self

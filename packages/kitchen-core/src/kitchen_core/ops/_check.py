@@ -93,6 +93,21 @@ def check_residual(
         check_float("residual_scale", residual_scale)
 
 
+def check_part(out_features: int, first: int | None, rows_of_whole: int | None) -> tuple[int, int] | None:
+    """(first, rows) of a weight that is a part of a larger one, which has to hold it; None for a weight that is whole."""
+    if first is None and rows_of_whole is None:
+        return None
+    if first is None or rows_of_whole is None:
+        missing = "part_first" if first is None else "part_of"
+        raise UnsupportedError(f"{missing} is missing; a part of a weight is told by part_first and part_of, both")
+    if first < 0 or first + out_features > rows_of_whole:
+        raise UnsupportedError(
+            f"a weight of N={out_features} rows, from row {first} on, is no part of one of {rows_of_whole} rows; part_first "
+            "must be at least 0, and part_first + N at most part_of"
+        )
+    return None if out_features == rows_of_whole else (first, rows_of_whole)
+
+
 def loose(matrix: torch.Tensor) -> bool:
     """Whether rows have gaps between them or do not start at a multiple of 16 bytes, by its place in the storage.
 

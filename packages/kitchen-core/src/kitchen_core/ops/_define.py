@@ -18,6 +18,7 @@ from ._check import FLOAT_DTYPES, names
 _library = torch.library.Library("kitchen", "DEF")  # a second DEF of the namespace would raise: keep the only one
 
 _problem_builders: dict[str, Callable[..., Problem]] = {}
+_size_checks: dict[str, Callable[[Problem], None]] = {}
 
 EAGER_PRIORITY = 0
 COMPOSED_PRIORITY = 10
@@ -30,6 +31,19 @@ _AUTOCAST_KEYS = (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.Autocas
 def _without_autocast(name: str, keys: torch._C.DispatchKeySet, *args, **kwargs):
     with torch._C._ExcludeDispatchKeyGuard(keys):
         return getattr(torch.ops.kitchen, name).default(*args, **kwargs)
+
+
+# Tensors whose elements are not in one strided storage. Refused by their dispatch key, as a signature does not tell them apart.
+_FOREIGN_KEYS = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU")
+
+
+def _refuse_layout(name: str, arguments: list[str], *args, **kwargs):
+    for argument, value in (*zip(arguments, args, strict=False), *kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            kind = str(value.layout).removeprefix("torch.")
+            raise UnsupportedError(
+                f"{name}: {argument} must be a dense tensor, got layout {kind}; pass {argument}.to_dense()"
+            )
 
 
 def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
@@ -60,12 +74,20 @@ def _on_cuda(problem: Problem, facts: DeviceFacts) -> str | None:
     return None if facts.kind == "cuda" else "composes GPU kernels; tensors are not on a CUDA device"
 
 
-def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, reference: Callable) -> None:
+def define(
+    schema: str,
+    *,
+    problem: Callable[..., Problem],
+    fake: Callable,
+    reference: Callable,
+    sizes: Callable[[Problem], None] | None = None,
+) -> None:
     """Declare ``torch.ops.kitchen.<name>``.
 
     ``problem(*args)`` checks the arguments (raising UnsupportedError) and returns the Problem; ``fake(*args)`` returns
     empty outputs of the right shape, dtype and device; ``reference(*args)`` is the meaning of the op in plain PyTorch.
-    All three take the op's arguments. It is called once per op, when the module that holds it is imported.
+    All three take the op's arguments. ``sizes(problem)`` refuses, as ``problem`` does, sizes that no call can have: for
+    ``explain``, which may have no tensors. It is called once per op, when the module that holds it is imported.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -73,14 +95,22 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
 
     takes_out_dtype = "out_dtype" in schema
     check_arguments = problem
+    declared = getattr(torch.ops.kitchen, name).default._schema.arguments
+    arguments = [argument.name for argument in declared]
+    required = [i for i, argument in enumerate(declared) if str(argument.type) == "Tensor"]
 
     def problem(*args, **kwargs):
+        for i in required:  # torch takes None for any tensor
+            if i < len(args) and args[i] is None:
+                raise UnsupportedError(f"{name}: {arguments[i]} must be a tensor, got None")
         made = check_arguments(*args, **kwargs)
         if takes_out_dtype and made.out_dtype not in FLOAT_DTYPES:
             raise UnsupportedError(f"out_dtype must be {names(FLOAT_DTYPES)}, got {names((made.out_dtype,))}")
         return made
 
     _problem_builders[name] = problem
+    if sizes is not None:
+        _size_checks[name] = sizes
 
     def dispatch(*args, **kwargs):
         if torch.is_grad_enabled():
@@ -105,6 +135,8 @@ def define(schema: str, *, problem: Callable[..., Problem], fake: Callable, refe
         return fake(*args, **kwargs)
 
     _library.impl(name, dispatch, "CompositeExplicitAutograd")
+    for key in _FOREIGN_KEYS:
+        _library.impl(name, partial(_refuse_layout, name, arguments), key)
     for key in _AUTOCAST_KEYS:
         _library.impl(name, partial(_without_autocast, name, torch._C.DispatchKeySet(key)), str(key).rpartition(".")[2])
     torch.library.register_fake(f"kitchen::{name}", checked_fake, lib=_library)
@@ -127,6 +159,16 @@ def compose(op: str, function: Callable, calls: tuple[str, ...]) -> None:
     Each inner op chooses its kernel, so one fast part is used even where the rest is eager.
     """
     register(Kernel(op, "composed", function, _on_cuda, COMPOSED_PRIORITY, calls=calls))
+
+
+def check_sizes(problem: Problem) -> None:
+    """Raises UnsupportedError for sizes that the op refuses whatever its tensors are."""
+    for name in ("M", "N", "K", "group", "rotation", "rank", "bits"):
+        size = getattr(problem, name)
+        if not isinstance(size, int) or size < 0:
+            raise UnsupportedError(f"{name} must be a whole number of 0 or more, got {size!r}")
+    if problem.op in _size_checks:
+        _size_checks[problem.op](problem)
 
 
 def problem_builders() -> dict[str, Callable[..., Problem]]:

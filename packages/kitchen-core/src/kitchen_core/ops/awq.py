@@ -13,6 +13,7 @@ from ._check import (
     check_dtype,
     check_float,
     check_input_act,
+    check_part,
     check_residual,
     check_same_device,
     check_shape,
@@ -42,16 +43,26 @@ def _check_scales(name: str, tensor: torch.Tensor, n: int, k: int, group_size: i
     )
 
 
+def _check_group(group_size: int, k: int) -> None:
+    if k == 0 or k % 2:
+        raise UnsupportedError(f"in_features K must be even and positive, as two codes share a byte, got K={k}")
+    if group_size < 1 or k % group_size:
+        raise UnsupportedError(
+            f"group_size must be a positive divisor of in_features K={k}, got {group_size}; one group for a whole row is "
+            f"group_size {k}"
+        )
+
+
+def _check_sizes(problem: Problem) -> None:
+    _check_group(problem.group, problem.K)
+
+
 def _check_weight(qweight, wscales, wzeros, group_size) -> tuple[int, int]:
     check_dtype("qweight", qweight, torch.int8)
     if qweight.dim() != 2:
         raise UnsupportedError(f"qweight must be int8 [N, K/2], got shape {list(qweight.shape)}")
     n, k = qweight.shape[0], 2 * qweight.shape[1]
-    if group_size < 1 or k == 0 or k % group_size:
-        raise UnsupportedError(
-            f"group_size must be a positive divisor of in_features K={k}, got {group_size}; one group for a whole row is "
-            f"group_size {k}"
-        )
+    _check_group(group_size, k)
     _check_scales("wscales", wscales, n, k, group_size)
     _check_scales("wzeros", wzeros, n, k, group_size)
     return n, k
@@ -85,6 +96,7 @@ def _dequantize_fake(qweight, wscales, wzeros, group_size=64, out_dtype=None):
 def _linear_problem(
     x, qweight, wscales, wzeros, bias=None, group_size=64, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None, weight_dtype=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     n, k = _check_weight(qweight, wscales, wzeros, group_size)
     _check_decoded("weight_dtype", weight_dtype)
@@ -103,8 +115,9 @@ def _linear_problem(
         bias=bias, input_act=input_act, residual=residual, scales=_scales_type(wscales, wzeros), weight_dtype=decoded
     )
     return Problem(
-        "awq_linear", x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, group=group_size, bits=4, options=options
-    )
+        "awq_linear", x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, group=group_size, bits=4, options=options,
+        part=check_part(n, part_first, part_of),
+    )  # fmt: skip
 
 
 def _linear_fake(x, qweight, wscales, wzeros, bias=None, group_size=64, out_dtype=None, *args, **kwargs):
@@ -117,12 +130,14 @@ define(
     "dequantize_awq(Tensor qweight, Tensor wscales, Tensor wzeros, int group_size=64, ScalarType? out_dtype=None) "
     "-> Tensor",
     problem=_dequantize_problem, fake=_dequantize_fake, reference=reference.dequantize_awq,
+    sizes=_check_sizes,
 )  # fmt: skip
 define(
     "awq_linear(Tensor x, Tensor qweight, Tensor wscales, Tensor wzeros, Tensor? bias=None, int group_size=64, "
     "ScalarType? out_dtype=None, str input_act='none', Tensor? input_act_weight=None, float input_act_eps=0.0, "
-    "Tensor? residual=None, Tensor? residual_scale=None, ScalarType? weight_dtype=None) -> Tensor",
-    problem=_linear_problem, fake=_linear_fake, reference=reference.awq_linear,
+    "Tensor? residual=None, Tensor? residual_scale=None, ScalarType? weight_dtype=None, int? part_first=None, "
+    "int? part_of=None) -> Tensor",
+    problem=_linear_problem, fake=_linear_fake, reference=reference.awq_linear, sizes=_check_sizes,
 )  # fmt: skip
 
 
@@ -164,6 +179,8 @@ def awq_linear(
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
     weight_dtype: torch.dtype | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
 ) -> torch.Tensor:
     """AWQ W4A16 linear: x @ W.T + bias with W decoded from 4 bits, accumulated in fp32.
 
@@ -171,7 +188,9 @@ def awq_linear(
         residual [..., N]; residual_scale 1 or N elements.
     Dtypes and units: x float32, float16 or bfloat16; qweight int8, two codes 0..15 a byte; wscales and wzeros float;
         W = (q - 8) * scale + zero, zero being a float.
-    Layout: any strides; ``group_size`` g is any divisor of K.
+    Layout: any strides; ``group_size`` g is any divisor of K. ``part_first`` and ``part_of``, for weights that are divided
+        by outputs: the N rows are those from ``part_first`` on of a weight of ``part_of`` rows, and fused kernels add in
+        the order in which they would for the whole, where both numbers and N are multiples of 8: bit for bit its outputs.
     Returns: ``out_dtype`` (x's where None) [..., N], rounded once. The weight decodes to ``weight_dtype``, x's dtype
         where None: with float16 or bfloat16 x it is rounded to that dtype, with float32 x it is not rounded. A row of x
         with inf or NaN spoils that row alone.
@@ -186,7 +205,7 @@ def awq_linear(
         def run(h, bias, residual, residual_scale):
             return op(
                 h, qweight, wscales, wzeros, bias, group_size, out_dtype or x.dtype, "none", None, 0.0, residual,
-                residual_scale, decoded,
+                residual_scale, decoded, part_first, part_of,
             )  # fmt: skip
 
         def dense_weight():
@@ -197,7 +216,7 @@ def awq_linear(
         )
     return op(
         x, qweight, wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps, residual,
-        residual_scale, weight_dtype,
+        residual_scale, weight_dtype, part_first, part_of,
     )  # fmt: skip
 
 

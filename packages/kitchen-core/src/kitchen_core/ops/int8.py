@@ -27,7 +27,7 @@ from ._check import (
     words,
 )
 from ._define import compose, define, define_around
-from .quantize import dequantize_int8
+from .quantize import check_rotation, dequantize_int8
 
 # ---------------------------------------------------------------------------------------------------- linears
 
@@ -147,6 +147,11 @@ def _gate_up_problem(
     )  # fmt: skip
 
 
+def _check_rotations(problem: Problem) -> None:
+    check_rotation(problem)
+    check_rotation_group(problem.group, 0)  # of the second weight, whose K is no field
+
+
 def _gate_up_fake(x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, *args, **kwargs):
     out_dtype = args[3] if len(args) > 3 else kwargs.get("out_dtype")
     return x.new_empty((*x.shape[:-1], down_weight.shape[0]), dtype=out_dtype or x.dtype)
@@ -172,7 +177,7 @@ define(
 )  # fmt: skip
 define(
     f"int8_linear{_LINEAR}) -> Tensor",
-    problem=_linear_problem, fake=_linear_fake, reference=reference.int8_linear,
+    problem=_linear_problem, fake=_linear_fake, reference=reference.int8_linear, sizes=check_rotation,
 )  # fmt: skip
 
 
@@ -192,20 +197,20 @@ define_around(
 )
 define(
     f"int8_linear_fp16{_LINEAR}, bool fp16_activations=False) -> Tensor",
-    problem=_linear_fp16_problem, fake=_linear_fake, reference=reference.int8_linear_fp16,
+    problem=_linear_fp16_problem, fake=_linear_fake, reference=reference.int8_linear_fp16, sizes=check_rotation,
 )  # fmt: skip
 define(
     "int8_swiglu_mlp(Tensor x, Tensor gate_up_weight, Tensor gate_up_scale, Tensor down_weight, Tensor down_scale, "
     "Tensor? gate_up_bias=None, Tensor? down_bias=None, ScalarType? out_dtype=None, int convrot_groupsize=0, "
     "int down_convrot_groupsize=0) -> Tensor",
-    problem=_swiglu_problem, fake=_swiglu_fake, reference=reference.int8_swiglu_mlp,
+    problem=_swiglu_problem, fake=_swiglu_fake, reference=reference.int8_swiglu_mlp, sizes=_check_rotations,
 )  # fmt: skip
 
 define(
     "int8_gate_up_mlp(Tensor x, Tensor gate_weight, Tensor gate_scale, Tensor up_weight, Tensor up_scale, "
     "Tensor down_weight, Tensor down_scale, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, "
     "ScalarType? out_dtype=None, int convrot_groupsize=0, int down_convrot_groupsize=0) -> Tensor",
-    problem=_gate_up_problem, fake=_gate_up_fake, reference=reference.int8_gate_up_mlp,
+    problem=_gate_up_problem, fake=_gate_up_fake, reference=reference.int8_gate_up_mlp, sizes=_check_rotations,
 )  # fmt: skip
 
 

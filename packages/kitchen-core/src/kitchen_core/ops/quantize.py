@@ -21,6 +21,12 @@ from ._check import (
 )
 from ._define import define
 
+
+def check_rotation(problem: Problem) -> None:
+    """What of a Problem's sizes these ops and the INT8 linears refuse: a ConvRot group that does not fit K."""
+    check_rotation_group(problem.rotation, problem.K)
+
+
 # ------------------------------------------------------------------------------------------------ quantizers
 
 
@@ -144,19 +150,23 @@ define(
 define(
     f"quantize_and_rotate_rowwise(Tensor x, int convrot_groupsize=0, {ACTIVATION_SCHEMA}, int seed=0) -> (Tensor, Tensor)",
     problem=_rotate_problem, fake=_rotate_fake, reference=reference.quantize_and_rotate_rowwise,
+    sizes=check_rotation,
 )  # fmt: skip
 define(
     "quantize_int8_convrot_weight(Tensor weight, int convrot_groupsize=256, int seed=0) -> (Tensor, Tensor)",
     problem=_convrot_weight_problem, fake=_convrot_weight_fake, reference=reference.quantize_int8_convrot_weight,
+    sizes=check_rotation,
 )  # fmt: skip
 define(
     "dequantize_int8(Tensor codes, Tensor scale, ScalarType? out_dtype=None, int convrot_groupsize=0) -> Tensor",
     problem=_dequantize_problem, fake=_dequantize_fake, reference=reference.dequantize_int8,
+    sizes=check_rotation,
 )  # fmt: skip
 define(
     "dequantize_int8_embedding(Tensor codes, Tensor scale, Tensor indices, ScalarType? out_dtype=None, "
     "int convrot_groupsize=0) -> Tensor",
     problem=_embedding_problem, fake=_embedding_fake, reference=reference.dequantize_int8_embedding,
+    sizes=check_rotation,
 )  # fmt: skip
 # ------------------------------------------------------------------------------------------- public functions
 

@@ -12,6 +12,7 @@ from ._check import (
     check_dtype,
     check_float,
     check_input_act,
+    check_part,
     check_residual,
     check_same_device,
     check_shape,
@@ -41,6 +42,12 @@ def _check_in_features(k: int) -> None:
         raise UnsupportedError(
             f"svdquant quantizes groups of {GROUP} columns, got in_features K={k}; K must be a multiple of {GROUP}"
         )
+
+
+def _check_sizes(problem: Problem) -> None:
+    _check_in_features(problem.K)
+    if problem.group not in (0, GROUP):
+        raise UnsupportedError(f"svdquant quantizes groups of {GROUP} columns, got group {problem.group}; leave it out")
 
 
 def _check_projection(name: str, tensor: torch.Tensor, length: int, symbol: str) -> None:
@@ -99,7 +106,7 @@ def _quantize_fake(x, smooth, proj_down, act_unsigned=False, lora_x=None):
 
 def _scaled_mm_problem(
     codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False, out_dtype=torch.bfloat16,
-    residual=None, residual_scale=None,
+    residual=None, residual_scale=None, part_first=None, part_of=None,
 ):  # fmt: skip
     n, k = _check_weight(weight, wscales, bias)
     check_dtype("codes", codes, torch.int8)
@@ -119,13 +126,13 @@ def _scaled_mm_problem(
     options = words(bias=bias, residual=residual, act_unsigned=act_unsigned, scales=names((wscales.dtype,)))
     return Problem(
         "scaled_mm_svdquant_w4a4", codes.device, torch.int8, out_dtype, m, n, k, group=GROUP, rank=proj_up.shape[1],
-        bits=4, options=options,
+        bits=4, options=options, part=check_part(n, part_first, part_of),
     )  # fmt: skip
 
 
 def _scaled_mm_fake(
     codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False, out_dtype=torch.bfloat16,
-    residual=None, residual_scale=None,
+    residual=None, residual_scale=None, part_first=None, part_of=None,
 ):  # fmt: skip
     return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=out_dtype)
 
@@ -133,6 +140,7 @@ def _scaled_mm_fake(
 def _linear_problem(
     x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     n, k = _check_weight(weight, wscales, bias)
     _check_down(smooth, proj_down, k)
@@ -154,7 +162,7 @@ def _linear_problem(
     )
     return Problem(
         "svdquant_linear", x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, group=GROUP,
-        rank=proj_up.shape[1], bits=4, options=options,
+        rank=proj_up.shape[1], bits=4, options=options, part=check_part(n, part_first, part_of),
     )  # fmt: skip
 
 
@@ -170,30 +178,33 @@ define(
     "quantize_svdquant_w4a4(Tensor x, Tensor smooth, Tensor proj_down, bool act_unsigned=False, Tensor? lora_x=None) "
     "-> (Tensor, Tensor, Tensor)",
     problem=_quantize_problem, fake=_quantize_fake, reference=reference.quantize_svdquant_w4a4,
+    sizes=_check_sizes,
 )  # fmt: skip
 define(
     "scaled_mm_svdquant_w4a4(Tensor codes, Tensor weight, Tensor ascales, Tensor wscales, Tensor lora_act, "
     "Tensor proj_up, Tensor? bias=None, bool act_unsigned=False, ScalarType out_dtype=bfloat16, "
-    "Tensor? residual=None, Tensor? residual_scale=None) -> Tensor",
+    "Tensor? residual=None, Tensor? residual_scale=None, int? part_first=None, int? part_of=None) -> Tensor",
     problem=_scaled_mm_problem, fake=_scaled_mm_fake, reference=reference.scaled_mm_svdquant_w4a4,
+    sizes=_check_sizes,
 )  # fmt: skip
 define(
     "svdquant_linear(Tensor x, Tensor weight, Tensor wscales, Tensor smooth, Tensor proj_down, Tensor proj_up, "
     "Tensor? bias=None, bool act_unsigned=False, ScalarType? out_dtype=None, str input_act='none', "
-    "Tensor? input_act_weight=None, float input_act_eps=0.0, Tensor? residual=None, Tensor? residual_scale=None) "
-    "-> Tensor",
-    problem=_linear_problem, fake=_linear_fake, reference=reference.svdquant_linear,
+    "Tensor? input_act_weight=None, float input_act_eps=0.0, Tensor? residual=None, Tensor? residual_scale=None, "
+    "int? part_first=None, int? part_of=None) -> Tensor",
+    problem=_linear_problem, fake=_linear_fake, reference=reference.svdquant_linear, sizes=_check_sizes,
 )  # fmt: skip
 
 
 def _composed_linear(
     x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     return reference.layer(
         torch.ops.kitchen.quantize_svdquant_w4a4.default, torch.ops.kitchen.scaled_mm_svdquant_w4a4.default,
         x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype,
-        input_act, input_act_weight, input_act_eps, residual, residual_scale,
+        input_act, input_act_weight, input_act_eps, residual, residual_scale, part_first, part_of,
     )  # fmt: skip
 
 
@@ -238,6 +249,8 @@ def scaled_mm_svdquant_w4a4(
     out_dtype: torch.dtype = torch.bfloat16,
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
 ) -> torch.Tensor:
     """The second half of svdquant_linear, for activations that are quantized already.
 
@@ -246,6 +259,7 @@ def scaled_mm_svdquant_w4a4(
     Dtypes and units: codes and weight int8, two 4-bit codes a byte (weights signed, -8 allowed); ascales and lora_act
         float32; wscales, proj_up, bias and residual float; scales multiply to dequantize.
     Layout: any strides. ``act_unsigned`` tells how the nibbles of codes are read, and must be the quantizer's.
+        ``part_first`` and ``part_of``: as ``svdquant_linear``.
     Returns: ``out_dtype`` [M, N], rounded once: residual + residual_scale * (sum over groups, ascending, of
         (dot * ascale) * wscale + lora_act @ proj_up.T + bias).
     Raises: UnsupportedError for shapes or dtypes that do not fit.
@@ -253,8 +267,9 @@ def scaled_mm_svdquant_w4a4(
     Source: docs/formats/svdquant_w4a4.md.
     """
     return torch.ops.kitchen.scaled_mm_svdquant_w4a4.default(
-        codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype, residual, residual_scale
-    )
+        codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype, residual, residual_scale,
+        part_first, part_of,
+    )  # fmt: skip
 
 
 def svdquant_linear(
@@ -272,6 +287,8 @@ def svdquant_linear(
     input_act_eps: float = 0.0,
     residual: torch.Tensor | None = None,
     residual_scale: torch.Tensor | None = None,
+    part_first: int | None = None,
+    part_of: int | None = None,
 ) -> torch.Tensor:
     """SVDQuant W4A4 linear: Q(x / smooth) @ (Wq * ws).T + (x @ proj_down) @ proj_up.T + bias.
 
@@ -280,7 +297,10 @@ def svdquant_linear(
     Dtypes and units: x float32, float16 or bfloat16; weight int8, two signed 4-bit codes a byte; all else float, scales
         multiply to dequantize.
     Layout: any strides. The low-rank branch takes the raw x. With ``act_unsigned`` the quantizer takes x + 0.171875
-        (added in fp32); the bias of such a layer already holds the correction for the shift.
+        (added in fp32); the bias of such a layer already holds the correction for the shift. ``part_first`` and
+        ``part_of``, for weights that are divided by outputs: the N rows are those from ``part_first`` on of a weight of
+        ``part_of`` rows, and kernels add in the order in which they would for the whole, where both numbers and N are
+        multiples of 8: bit for bit its outputs.
     Returns: ``out_dtype`` (x's where None) [..., N], rounded once. A row of x with inf or NaN gives a row of NaN.
     Raises: UnsupportedError for shapes, dtypes, devices or activations that do not fit.
     Devices: any; CUDA kernels in kitchen-svdquant from sm_75. Differentiable in x, bias and residual (straight through).
@@ -292,7 +312,7 @@ def svdquant_linear(
         def run(h, bias, residual, residual_scale):
             return op(
                 h, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype or x.dtype, "none", None,
-                0.0, residual, residual_scale,
+                0.0, residual, residual_scale, part_first, part_of,
             )  # fmt: skip
 
         def dense_weight():
@@ -303,7 +323,7 @@ def svdquant_linear(
         )
     return op(
         x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype, input_act, input_act_weight,
-        input_act_eps, residual, residual_scale,
+        input_act_eps, residual, residual_scale, part_first, part_of,
     )  # fmt: skip
 
 

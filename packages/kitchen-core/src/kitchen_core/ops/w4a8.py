@@ -27,6 +27,7 @@ from ._check import (
     words,
 )
 from ._define import compose, define
+from ._w4a8_sizes import check_bits, check_sizes, check_w4a8_group, w4a8_group_sizes
 
 __all__ = [
     "W4A8_LEVELS", "QuantizedW4A8Weight", "check_w4a8_group", "decode_w4a8_weight", "dequantize_w4a8_weight",
@@ -48,35 +49,6 @@ class QuantizedW4A8Weight(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------ checks
-
-
-def w4a8_group_sizes(in_features: int, bits: int = 4, limit: int = 256) -> list[int]:
-    """The group sizes, up to ``limit``, that a weight of K = ``in_features`` can have."""
-    return [g for g in range(4, limit + 1) if _group_fits(g, in_features, bits)]
-
-
-def _group_fits(group: int, in_features: int, bits: int) -> bool:
-    return group >= 4 and in_features % group == 0 and (group % 16 == 0 or (bits == 4 and 16 % group == 0))
-
-
-def check_w4a8_group(group_size: int, in_features: int, bits: int, shape: str = "") -> None:
-    """Raises UnsupportedError unless K and the group fit each other and the width.
-
-    K is a multiple of 16 (6 bits: 32); the group, 4 at least, divides K, and divides 16 or is a multiple (6 bits: is one).
-    """
-    unit = 16 if bits == 4 else 32
-    layer = f" (weight {shape})" if shape else ""
-    if in_features == 0 or in_features % unit:
-        raise UnsupportedError(
-            f"in_features K must be a positive multiple of {unit} at {bits} bits, got K={in_features}{layer}; "
-            "leave this layer unquantized or use int8_tensorwise"
-        )
-    if not _group_fits(group_size, in_features, bits):
-        allowed = ", ".join(map(str, w4a8_group_sizes(in_features, bits)))
-        raise UnsupportedError(
-            f"group_size {group_size} does not fit K={in_features} at {bits} bits{layer}; allowed here (up to 256): "
-            f"{allowed}"
-        )
 
 
 def _check_weight(weight, s_rel, codebook, group_size) -> tuple[int, int, int]:
@@ -129,8 +101,7 @@ def _quantize_problem(
     if weight.dim() != 2:
         raise UnsupportedError(f"weight must be [N, K], got shape {list(weight.shape)}; flatten leading dims first")
     check_seed(seed)
-    if bits not in (4, 6):
-        raise UnsupportedError(f"bits must be 4 or 6, got {bits}")
+    check_bits(bits)
     if levels not in W4A8_LEVELS:
         raise UnsupportedError(f"levels must be one of {', '.join(W4A8_LEVELS)}, got {levels!r}")
     if bits == 6 and levels == "asymmetric":
@@ -279,24 +250,29 @@ define(
     "str levels='codebook', Tensor? codebook=None, bool scale_search=True, int seed=0, "
     "ScalarType scale_dtype=float8_e4m3fn) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     problem=_quantize_problem, fake=_quantize_fake, reference=reference.quantize_w4a8_weight,
+    sizes=check_sizes,
 )  # fmt: skip
 define(
     "decode_w4a8_weight(Tensor weight, Tensor s_rel, Tensor? codebook=None, int group_size=16) -> Tensor",
     problem=_decode_problem, fake=_decode_fake, reference=reference.decode_w4a8_weight,
+    sizes=check_sizes,
 )  # fmt: skip
 define(
     f"dequantize_w4a8_weight({_WEIGHT}, ScalarType? out_dtype=None, int group_size=16, int convrot_groupsize=0) -> Tensor",
     problem=_dequantize_problem, fake=_dequantize_fake, reference=reference.dequantize_w4a8_weight,
+    sizes=check_sizes,
 )  # fmt: skip
 define(
     f"w4a8_scaled_mm(Tensor codes, Tensor x_scale, {_WEIGHT}, Tensor? bias=None, ScalarType out_dtype=bfloat16, "
     f"int group_size=16, {_RESIDUAL}) -> Tensor",
     problem=_scaled_mm_problem, fake=_scaled_mm_fake, reference=reference.w4a8_scaled_mm,
+    sizes=check_sizes,
 )  # fmt: skip
 define(
     f"w4a8_linear(Tensor x, {_WEIGHT}, Tensor? bias=None, ScalarType? out_dtype=None, int group_size=16, "
     f"int convrot_groupsize=0, {_ACTIVATION}, {_RESIDUAL}) -> Tensor",
     problem=_linear_problem, fake=_linear_fake, reference=reference.w4a8_linear,
+    sizes=check_sizes,
 )  # fmt: skip
 
 

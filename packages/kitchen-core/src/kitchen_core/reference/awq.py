@@ -25,6 +25,7 @@ def dequantize_awq(qweight, wscales, wzeros, group_size=64, out_dtype=None):
 def awq_linear(
     x, qweight, wscales, wzeros, bias=None, group_size=64, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None, weight_dtype=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     h = settled(apply_input_act(x.float(), input_act, input_act_weight, input_act_eps))
     n, k = qweight.shape[0], 2 * qweight.shape[1]

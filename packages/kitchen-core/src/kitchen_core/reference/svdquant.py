@@ -46,7 +46,7 @@ def low_rank_input(x: torch.Tensor, proj_down: torch.Tensor) -> torch.Tensor:
 
 def scaled_mm_svdquant_w4a4(
     codes, weight, ascales, wscales, lora_act, proj_up, bias=None, act_unsigned=False, out_dtype=torch.bfloat16,
-    residual=None, residual_scale=None,
+    residual=None, residual_scale=None, part_first=None, part_of=None,
 ):  # fmt: skip
     acc = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.float32, device=codes.device)
     for group in range(ascales.shape[0]):
@@ -66,17 +66,18 @@ def scaled_mm_svdquant_w4a4(
 def svdquant_linear(
     x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
+    part_first=None, part_of=None,
 ):  # fmt: skip
     return layer(
         quantize_svdquant_w4a4, scaled_mm_svdquant_w4a4,
         x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype,
-        input_act, input_act_weight, input_act_eps, residual, residual_scale,
+        input_act, input_act_weight, input_act_eps, residual, residual_scale, part_first, part_of,
     )  # fmt: skip
 
 
 def layer(
     quantize, scaled_mm, x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype,
-    input_act, input_act_weight, input_act_eps, residual, residual_scale,
+    input_act, input_act_weight, input_act_eps, residual, residual_scale, part_first=None, part_of=None,
 ):  # fmt: skip
     """The layer as two halves: the low-rank branch takes the activation as it is, the quantizer takes it shifted."""
     shape = (*x.shape[:-1], weight.shape[0])
@@ -86,7 +87,7 @@ def layer(
     flat_residual = None if residual is None else residual.reshape(-1, weight.shape[0])
     y = scaled_mm(
         codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype or x.dtype, flat_residual,
-        residual_scale,
+        residual_scale, part_first, part_of,
     )  # fmt: skip
     return y.reshape(shape)
 

@@ -7,12 +7,13 @@ the format; the derivation stands beside the number.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import registry
+from ..extension import CudaExtension
 
 M_VALUES = (0, 1, 7, 17, 300)
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,6 +29,8 @@ LINEAR_OPS = {
     "svdquant_w4a4": "svdquant_linear",
     "awq_w4a16": "awq_linear",
 }  # of each format
+
+RELEASE_ARCHS = ("75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual")  # of release wheels
 
 # Formats whose accumulation is exact in INT32: their error does not grow with K.
 EXACT_ACCUMULATION = ("int8_tensorwise", "asym_w4a8_int8", "w6a8_int8")
@@ -145,6 +148,30 @@ def same_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """||actual - expected|| / ||expected|| in float64."""
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def pretend_built(monkeypatch: Any, extension: CudaExtension, *archs: str) -> None:
+    """Until the test ends a package's extension says that it was built for these architectures; for none, not at all."""
+    info = {"has_cuda": bool(archs), "archs": list(archs), "nvcc": "13.0.88", "reason": "" if archs else "no nvcc"}
+    monkeypatch.setitem(extension.__dict__, "build_info", info)
+
+
+def linear_inputs(model: torch.nn.Module, batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The rows that each nn.Linear of a model sees in these batches, by the layer's name."""
+    seen: dict[str, list[torch.Tensor]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].flatten(0, -2))
+        )
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(rows) for name, rows in seen.items()}
 
 
 def leading_shapes(rows: int) -> list[tuple[int, ...]]:

@@ -55,6 +55,7 @@ def linear(op: str, m: Maker) -> Case:
     y, bound = finished(y, bound, bias, residual, residual_scale, out or x.dtype)
     arguments = [
         x, *tensors, bias, group, out, act, act_weight, eps, residual, residual_scale, decoded,
+        *m.part(n),
     ]  # fmt: skip
     return Case(op, arguments, [y], [bound], [False], (out or x.dtype,))
 

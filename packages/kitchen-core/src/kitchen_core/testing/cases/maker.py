@@ -137,6 +137,13 @@ class Maker:
             return residual, None
         return residual, self.randn(self.draw((1, shape[-1]))).to(self.float_dtype())
 
+    def part(self, n: int) -> tuple[int | None, int | None]:
+        """The optional part_first and part_of of a weight of n rows: both, or neither."""
+        if not self.wants("part_first") and self.must_have != "part_of":
+            return None, None
+        first = self.pick("part_first", (0, 1, 8, 96))
+        return first, self.pick("part_of", (first + n, first + n + 1, first + n + 8, 1 << 20))
+
     def activation(self, width: int) -> tuple[str, torch.Tensor | None, float, int]:
         """input_act, its weight and eps, and the width of x."""
         acts = INPUT_ACTS[1:] if self.wants("input_act") else INPUT_ACTS[:1]

@@ -73,10 +73,13 @@ def multiplied(h, off, dense, lora, lora_off, up, out_dtype) -> tuple[torch.Tens
     """The groups, each rounded three times and added in turn, and the low-rank product, summed in fp32.
 
     The Hopper kernel multiplies the branch in bfloat16 (`rounds_branch` in `kitchen_svdquant/_hopper.py`): beside a bfloat16
-    proj_up, for a bfloat16 output, the other factor is rounded, 2^-9 of it; else factors are cut in two parts: 2^-16.
+    proj_up, for a bfloat16 output, the other factor is rounded, u = 2^-8 of it. Else factors are cut in two parts, of which the
+    second is at most u of the factor and rounded to u of itself: u^2 of each that is cut, and u^2 for the product of the second
+    parts, which is left out where both are.
     """
-    rounds = torch.bfloat16 == up.dtype == out_dtype
-    branch = unit_roundoff(torch.bfloat16) if rounds else 2.0**-16
+    u = unit_roundoff(torch.bfloat16)
+    rounds, one_is_cut = torch.bfloat16 == up.dtype == out_dtype, up.dtype == torch.bfloat16
+    branch = u if rounds else u * u if one_is_cut else 3 * u * u
     size, up = dense.abs(), up.double()
     groups = dense.shape[1] // 64
     bound = off @ size.T + (groups + 4) * V * ((h.abs() + off) @ size.T)
@@ -100,7 +103,9 @@ def scaled_mm(op: str, m: Maker) -> Case:
     h = nibbles(codes, signed=not unsigned).double() * ascales.double().T.repeat_interleave(64, dim=1)
     y = multiplied(h, torch.zeros_like(h), dense, lora.double(), torch.zeros_like(lora).double(), up, out)
     y, bound = finished(*y, bias, residual, residual_scale, out)
-    arguments = [codes, weight, ascales, wscales, lora, up, bias, unsigned, out, residual, residual_scale]
+    arguments = [
+        codes, weight, ascales, wscales, lora, up, bias, unsigned, out, residual, residual_scale, *m.part(n),
+    ]  # fmt: skip
     return Case(op, arguments, [y], [bound], [False], (out,))
 
 
@@ -124,6 +129,7 @@ def linear(op: str, m: Maker) -> Case:
     y = torch.where(spoiled, float("nan"), y)
     arguments = [
         x, weight, wscales, smooth, down, up, bias, unsigned, out, act, act_weight, eps, residual, residual_scale,
+        *m.part(n),
     ]  # fmt: skip
     return Case(op, arguments, [y], [bound], [False], (out or x.dtype,))
 
