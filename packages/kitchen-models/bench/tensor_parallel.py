@@ -5,7 +5,8 @@
 
 For each format and number of rows: a layer divided by outputs against the same layer on one GPU, bit by bit; one divided by
 inputs against fp64, beside the error of one GPU; and the time of an MLP (up divided by outputs, GELU, down by inputs), as a
-CUDA graph, on one GPU and on all, the sum in fp32 and in bf16.
+CUDA graph, on one GPU and on all, the sum in fp32 and in bf16. For formats whose sums are floats, also the time of the layer
+up alone: whole, divided, and divided with sums in an order of its own.
 """
 
 from __future__ import annotations
@@ -85,6 +86,9 @@ def measure(
         parallelize(copy.deepcopy(whole), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel(sum_dtype=dtype)})
         for dtype in (torch.float32, BF16)
     )
+    free = None
+    if whole.up.format.takes_part:
+        free = parallelize(copy.deepcopy(whole), mesh, {"up": ColwiseParallel(bit_equal=False)}).up
     found = []
     for m in rows:
         generator = torch.Generator().manual_seed(m)
@@ -112,6 +116,9 @@ def measure(
         row["kernels"] = sorted({kernel for _, kernel in calls})
         count = 20 if m <= 256 else 4
         row["us_one"], row["us"], row["us_bf16_sum"] = (graph_us(m, x, count) for m in (whole, divided, coarse))
+        if free is not None:
+            layers = (whole.up, divided.up, free)
+            row["us_up_one"], row["us_up"], row["us_up_own_order"] = (graph_us(layer, x, count) for layer in layers)
         found.append(row)
         if rank == 0:
             print(row, flush=True)

@@ -11,9 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitchen_core import QuantizedLinear, get_format, installed_formats
+from kitchen_core import QuantizedLinear, QuantizedTensor, installed_formats
 from kitchen_core.errors import KitchenError
+from kitchen_core.formats import canonical_name
+from kitchen_core.testing import LINEAR_OPS
 from kitchen_models.parallel import ColwiseParallel, RowwiseParallel, gathered, parallelize
 
 N, K, ROWS = 256, 1024, 33
@@ -31,8 +34,7 @@ CASES = {
 
 def cases():
     """Those whose package is installed."""
-    names = {get_format(name).name for name in installed_formats()}
-    return {name: case for name, case in CASES.items() if get_format(case[0]).name in names}
+    return {name: case for name, case in CASES.items() if canonical_name(case[0]) in installed_formats()}
 
 
 def layer(case, device="cpu", dtype=torch.bfloat16):
@@ -83,6 +85,28 @@ def share(tensor, rank, size):
     return tensor.chunk(size, -1)[rank].contiguous()
 
 
+def part_given(columns, x):
+    """The part_first and part_of that the layer's op is called with, by an op that is watched; None where it takes none."""
+    name = LINEAR_OPS[columns.format.name]
+    with WatchedOps() as seen:
+        columns(x)
+    ((schema, arguments),) = [(s, a) for s, a in seen.calls if s.name == f"kitchen::{name}"]
+    given = dict(zip((argument.name for argument in schema.arguments), arguments, strict=False))
+    return (given["part_first"], given["part_of"]) if given.get("part_of") is not None else None
+
+
+class WatchedOps(TorchDispatchMode):
+    """The schemas and positional arguments of the ops that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.calls.append((op._schema, args))
+        return op(*args, **(kwargs or {}))
+
+
 def state_of(module):
     return {key: value.detach().cpu() for key, value in module.state_dict().items()}
 
@@ -93,6 +117,9 @@ def check_case(case, mesh, rank, size, device):
     made = {}
     columns = parallel(layer(case, device), ColwiseParallel(), mesh)
     made["colwise"] = columns(x)
+    made["colwise part"] = part_given(columns, x)
+    own = parallel(layer(case, device), ColwiseParallel(bit_equal=False), mesh)
+    made["colwise own order"], made["colwise part of own order"] = own(x), part_given(own, x)
     made["colwise one row"] = columns(x[:1])
     made["colwise fused"] = columns(
         x, input_act="gelu_tanh", residual=share(residual, rank, size), residual_scale=share(scale, rank, size)
@@ -185,6 +212,21 @@ def refusals(mesh):
     made["requantize"] = said(lambda: rows.requantize_(torch.zeros(64, 128)))
     made["moved"] = said(lambda: rows.to("meta"))
     made["no module"] = said(lambda: parallelize(nn.ModuleDict({"a": rows}), mesh, {"b": RowwiseParallel()}))
+    shared = quantized(64, 128, "int8", convrot_groupsize=64)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    made["shared"] = said(lambda: parallelize(model, mesh, {"*": ColwiseParallel()}))
+    assert type(shared) is QuantizedLinear
+    plain = nn.Linear(128, 64, dtype=torch.bfloat16)
+    plain.weight = nn.Parameter(QuantizedTensor.quantize(plain.weight.detach(), "int8"), requires_grad=False)
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        made[f"tensor, {type(style).__name__}"] = said(
+            lambda s=style: parallelize(nn.ModuleDict({"a": plain}), mesh, {"a": s})
+        )
+        made[f"tensor, torch, {type(style).__name__}"] = said(lambda s=style: s._apply(plain, mesh))
+    held = plain.weight
+    made["instead"] = parallel(
+        QuantizedLinear(held.inner(), held.format, held.config, plain.bias, held.dtype), ColwiseParallel(), mesh
+    ).extra_repr()
     made["half"] = str(rows.half().compute_dtype)
     made["repr"] = repr(rows)
     plain = parallelize(nn.ModuleDict({"a": nn.Linear(8, 8)}), mesh, {"a": ColwiseParallel()})["a"]

@@ -156,6 +156,16 @@ def test_config_survives_its_own_json(adapter):
     assert again.as_rules() == config.as_rules()
 
 
+def test_keys_that_a_newer_version_wrote_are_told_and_left_out(adapter, caplog):
+    config = adapter.KitchenConfig("int8")
+    again = adapter.KitchenConfig.from_dict({**config.to_dict(), "future": {"a": 1}, "version": 9})
+    assert again.as_rules() == config.as_rules()
+    assert "future, version" in caplog.text
+    caplog.clear()
+    adapter.KitchenConfig.from_dict(config.to_dict())
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("format", ["int8", "svdquant"])
 def test_fuse_lora_and_unfuse_restore_every_bit(adapter, folder, inputs, format):
     peft = pytest.importorskip("peft", reason="peft is not installed here")

@@ -75,6 +75,17 @@ def test_names_that_cannot_be_written(command, given, tmp_path, capsys):
 
 
 @both
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are of POSIX systems")
+def test_sources_that_are_no_files(command, tmp_path, capsys):
+    """A pipe nobody writes to would be waited for without end."""
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    for source in (tmp_path / "pipe.safetensors", "/dev/zero"):
+        code = cli.main(words_of(command, source, tmp_path / "o.safetensors"))
+        refused(code, capsys.readouterr().err, os.fspath(source), "a device, pipe or socket", "give a file")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pipe.safetensors"]
+
+
+@both
 def test_links_are_followed_and_stay_links(command, given, tmp_path):
     source, folder = given(command), tmp_path / "out"
     folder.mkdir()

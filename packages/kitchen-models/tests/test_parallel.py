@@ -54,7 +54,7 @@ def joined(ranks, case, key):
 
 
 def test_every_format_is_tried():
-    assert {parallel_worker.get_format(parallel_worker.CASES[case][0]).name for case in CASES} == set(
+    assert {parallel_worker.canonical_name(parallel_worker.CASES[case][0]) for case in CASES} == set(
         installed_formats()
     )
 
@@ -69,9 +69,13 @@ def test_divided_outputs_have_the_bits_of_one_device(case, ranks, alone):
     fused = layer(x, input_act="gelu_tanh", residual=residual, residual_scale=scale)
     assert torch.equal(joined(ranks, case, "colwise fused"), fused)
     assert torch.equal(joined(ranks, case, "colwise shared activation"), layer(layer.quantize_activation(x)))
-    for made in ranks:
+    for rank, made in enumerate(ranks):
         assert torch.equal(made[case]["colwise replicated"], whole)
         assert torch.equal(made[case]["colwise dtensor"], whole)
+        told = (rank * N // 2, N) if case in ("awq", "svdquant") else None  # whose order of sums is theirs
+        assert made[case]["colwise part"] == told
+        assert made[case]["colwise part of own order"] is None
+    assert torch.equal(joined(ranks, case, "colwise own order"), whole), "on a CPU an order of its own is the same"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -161,6 +165,11 @@ def test_refusals_name_what_was_given_what_is_allowed_and_what_to_do(ranks):
         assert "cannot be requantized" in said["requantize"]
         assert "stays on its mesh (cpu)" in said["moved"]
         assert "'b' names no module" in said["no module"]
+        assert "layer 'b': the plan names it as 'a' as well; leave one of them out" in said["shared"]
+        for style in ("ColwiseParallel", "RowwiseParallel"):
+            assert said[f"tensor, {style}"].startswith("UnsupportedError: layer 'a': its weight is a QuantizedTensor")
+            assert "divide a QuantizedLinear" in said[f"tensor, torch, {style}"]
+        assert "outputs divided over 2 ranks" in said["instead"]
         assert said["half"] == "torch.float16"
         assert "inputs divided over 2 ranks" in said["repr"]
         assert said["plain"] == "S(0)", "plain linears are torch's own affair"

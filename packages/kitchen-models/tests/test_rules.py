@@ -69,6 +69,12 @@ def test_bad_grammar_says_what_a_rule_is(text):
         Rules.of([text])
 
 
+@pytest.mark.parametrize("rules", [3, None, 1.5])
+def test_what_is_no_list_of_rules_is_shown_what_is(rules):
+    with pytest.raises(UnsupportedError, match=f"'pattern=format', a mapping .* got {rules!r}"):
+        Rules.of(rules)
+
+
 def test_unknown_format_and_option_list_the_known_ones():
     with pytest.raises(FormatError, match="int8_tensorwise"):
         Rules.of("a=int9")

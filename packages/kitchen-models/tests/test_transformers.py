@@ -291,8 +291,10 @@ def test_rules_that_fit_nothing_and_unknown_formats(adapter, folder):
     with pytest.raises(kitchen_core.errors.KitchenError, match="int9"):
         adapter.KitchenConfig("int9")
     quantizer = adapter.KitchenQuantizer(adapter.KitchenConfig("int8"))
-    with pytest.raises(UnsupportedError, match="disk"):
-        quantizer.validate_environment(device_map={"model": "disk", "lm_head": "cpu"})
+    for device_map, word in (({"model": "disk", "lm_head": "cpu"}, "disk"), ({"": "meta"}, "meta"), ("meta", "meta")):
+        with pytest.raises(UnsupportedError, match=f"'{word}'"):
+            quantizer.validate_environment(device_map=device_map)
+    quantizer.validate_environment(device_map={"": torch.device("cpu")})
 
 
 def rewrite(folder, target, change):
@@ -392,6 +394,16 @@ def test_config_survives_its_own_json(adapter):
     config = adapter.KitchenConfig({"*.attn.*": ("w4a8", {"group_size": 32})}, format="int8")
     again = adapter.KitchenConfig.from_dict(json.loads(config.to_json_string()))
     assert again.as_rules() == config.as_rules()
+
+
+def test_keys_that_a_newer_version_wrote_are_told_and_left_out(adapter, caplog):
+    config = adapter.KitchenConfig("int8")
+    again = adapter.KitchenConfig.from_dict({**config.to_dict(), "future": {"a": 1}, "version": 9})
+    assert again.as_rules() == config.as_rules()
+    assert "future, version" in caplog.text
+    caplog.clear()
+    adapter.KitchenConfig.from_dict(config.to_dict())
+    assert not caplog.text
 
 
 def test_an_autoawq_folder_becomes_one_that_loads(adapter, folders, ids, tmp_path):

@@ -214,10 +214,6 @@ def save(
             writer.put(name, tensor)
 
 
-def _stored_config(weight: QuantizedLinear | QuantizedTensor) -> Any:
-    return weight.format.stored(weight.inner(), weight.config)[1]
-
-
 def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     """(tensors by key, markers by layer, recipe entries by layer)"""
     tensors: dict[str, torch.Tensor] = {}
@@ -237,16 +233,16 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
                     f"layer {name!r} has a LoRA attached, which no checkpoint holds; remove it or merge it first"
                 )
             if isinstance(module, QuantizedLinear):
-                add_layer(name, module.format, _stored_config(module), module.compute_dtype)
+                add_layer(name, module.format, module.config, module.compute_dtype)
         source = source.state_dict()
     for name, value in source.items():
         if isinstance(value, QuantizedLinear):
             prefix = f"{name}." if name else ""
             tensors |= {prefix + key: t for key, t in value.state_dict().items()}
-            add_layer(name, value.format, _stored_config(value), value.compute_dtype)
+            add_layer(name, value.format, value.config, value.compute_dtype)
         elif isinstance(value, QuantizedTensor):
             tensors |= value.state_dict(name)
-            add_layer(name.removesuffix("weight").removesuffix("."), value.format, _stored_config(value), value.dtype)
+            add_layer(name.removesuffix("weight").removesuffix("."), value.format, value.config, value.dtype)
         elif isinstance(value, torch.Tensor):
             if value.is_meta:
                 raise FormatError(f"tensor {name!r} is on the meta device: it has no values to save")

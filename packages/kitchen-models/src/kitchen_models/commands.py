@@ -5,6 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
+
+_CHECKPOINT = "a .safetensors file, or the .safetensors.index.json of a sharded one"
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _print(options: argparse.Namespace, as_json: dict[str, Any], render: Callable[[], None]) -> None:
+    if options.json:
+        print(json.dumps(as_json, indent=2))
+    else:
+        render()
 
 
 def inspect_command(subparsers: argparse._SubParsersAction) -> None:
@@ -13,8 +28,8 @@ def inspect_command(subparsers: argparse._SubParsersAction) -> None:
         "inspect", help="what is in a checkpoint, from its header alone",
         description="List layers, formats, shapes and bytes. No weight is read. Exit code 1: a layer has a problem.",
     )  # fmt: skip
-    parser.add_argument("file", help="a .safetensors file, or the .safetensors.index.json of a sharded one")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("file", help=_CHECKPOINT)
+    _add_json(parser)
     parser.set_defaults(func=_inspect)
 
 
@@ -22,10 +37,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from .inspect import inspect_file, render
 
     report = inspect_file(options.file)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        render(report)
+    _print(options, report, lambda: render(report))
     return 1 if report["problems"] else 0
 
 
@@ -37,9 +49,7 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
         "rule names are touched. Embeddings, norms, the output head and layers under 64 features stay as they are unless "
         "a rule names them. OUT appears complete or not at all.",
     )  # fmt: skip
-    parser.add_argument(
-        "input", metavar="IN", help="a .safetensors file, or the .safetensors.index.json of a sharded one"
-    )
+    parser.add_argument("input", metavar="IN", help=_CHECKPOINT)
     parser.add_argument("output", metavar="OUT", help="the .safetensors file to write")
     parser.add_argument("--format", help="format of all layers that no rule names: int8, w4a8, w6a8, awq, svdquant")
     parser.add_argument(
@@ -63,7 +73,7 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
         "--dry-run", action="store_true", help="list every layer, its rule and the reason; write nothing"
     )
     parser.add_argument("--report", metavar="DIR", help="then compare, and write pictures and report.html to DIR")
-    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    _add_json(parser)
     parser.set_defaults(func=_quantize)
 
 
@@ -119,7 +129,7 @@ def verify_command(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
     parser.add_argument("--plot", metavar="OUT.png", help="draw the errors of the worst layers")
     parser.add_argument("--max-error", type=float, metavar="E", help="largest relative L2 error allowed for a layer")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    _add_json(parser)
     parser.set_defaults(func=_verify)
 
 
@@ -127,10 +137,7 @@ def _verify(options: argparse.Namespace) -> int:
     from . import verify
 
     result = verify.verify_files(options.original, options.quantized)
-    if options.json:
-        print(json.dumps(result.as_json(), indent=2))
-    else:
-        verify.render(result)
+    _print(options, result.as_json(), lambda: verify.render(result))
     if options.plot:  # last: a place that cannot be written costs the picture alone
         verify.plot(result, options.plot)
     over = [e for e in result.layers if options.max_error is not None and not e.relative_l2 <= options.max_error]
@@ -172,7 +179,7 @@ def demo_command(subparsers: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--format", action="append", help="only this format; may be repeated")
     parser.add_argument("--device", default="cpu", help="where to run the model: cpu, cuda, cuda:1")
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    _add_json(parser)
     parser.set_defaults(func=_demo)
 
 
@@ -180,10 +187,7 @@ def _demo(options: argparse.Namespace) -> int:
     from . import demo
 
     report = demo.run(options.format, options.device)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        demo.render(report)
+    _print(options, report, lambda: demo.render(report))
     return 0 if report["passed"] else 1
 
 
@@ -195,9 +199,7 @@ def convert_command(subparsers: argparse._SubParsersAction) -> None:
         "target cannot hold is refused with the layer's name. OUT appears complete or not at all; a killed run goes on when "
         "started again. Forms that are read: comfy, nunchaku, AutoAWQ, GPTQ, compressed-tensors.",
     )  # fmt: skip
-    parser.add_argument(
-        "input", metavar="IN", help="a .safetensors file, or the .safetensors.index.json of a sharded one"
-    )
+    parser.add_argument("input", metavar="IN", help=_CHECKPOINT)
     parser.add_argument("output", metavar="OUT", help="a .safetensors file, or a .safetensors.index.json for shards")
     parser.add_argument(
         "--to", required=True, metavar="DIALECT",
@@ -220,7 +222,7 @@ def convert_command(subparsers: argparse._SubParsersAction) -> None:
         "--shard-size", default="5GB", metavar="SIZE", help="of OUT's shards: bytes, or 500MB, 5GB, 4GiB"
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, write nothing")
-    parser.add_argument("--json", action="store_true", help="machine-readable report")
+    _add_json(parser)
     parser.set_defaults(func=_convert)
 
 

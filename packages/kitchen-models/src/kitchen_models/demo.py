@@ -268,7 +268,7 @@ def why(calls: Sequence[tuple[str, str]], model: nn.Module, device: str) -> list
         found = explain(
             op, M=BATCH * 16, N=layer.out_features, K=layer.in_features, dtype=layer.compute_dtype, device=device,
             rotation=getattr(layer.config, "convrot_groupsize", 0), group=getattr(layer.config, "group_size", 0),
-            rank=getattr(layer.config, "rank", 0),
+            rank=getattr(layer.config, "rank", 0), bits=getattr(layer.format, "bits", 8),
         )  # fmt: skip
         others = [f"{c.kernel.id}: {c.reason or 'lower priority'}" for c in found.candidates if c.kernel.id != kernel]
         reason = "; ".join(others) if others else f"no other kernel is installed for this op on {device}"

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -99,8 +100,12 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
 
 
 def open_binary(path: Path) -> Any:
-    """Open a file for reading. Raises FormatError where it is missing, a folder or unreadable."""
+    """Open a file for reading. Raises FormatError where it is missing, unreadable, or anything else than a file."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode) and not path.is_dir():  # to open a pipe would wait for its writer
+            raise FormatError(
+                f"cannot read {str(path)!r}: it is a device, pipe or socket; give a file, which can be read twice"
+            )
         return open(path, "rb")
     except OSError as error:
         raise FormatError(

@@ -73,7 +73,7 @@ class Branched:
 
     def linear(
         self, x, tensors, config, bias=None, out_dtype=None, input_act="none", input_act_weight=None, input_act_eps=0.0,
-        residual=None, residual_scale=None,
+        residual=None, residual_scale=None, **part,
     ):  # fmt: skip
         """The branch joins as a residual, which the kernels add in their epilogue, before the one rounding."""
         h = x
@@ -85,8 +85,9 @@ class Branched:
                 residual + low if residual_scale is None else torch.addcmul(residual, residual_scale.to(low.dtype), low)
             )
         return self.base.linear(
-            x, _own(tensors), config, bias, out_dtype, input_act, input_act_weight, input_act_eps, low, residual_scale
-        )
+            x, _own(tensors), config, bias, out_dtype, input_act, input_act_weight, input_act_eps, low, residual_scale,
+            **part,
+        )  # fmt: skip
 
     def dequantize(self, tensors: Tensors, config: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The dense weight with the branch in it."""
@@ -385,9 +386,7 @@ def _restore(layer: nn.Module, held: _Held) -> None:
     if not isinstance(layer, QuantizedLinear):
         layer.__class__ = nn.Linear
         return
-    layer.format = held.format
-    if held.branch:  # the config has another rank; otherwise it may have changed since, with the layout of the weight
-        layer.config = held.config
+    layer.format, layer.config = held.format, held.config
     for key, tensor in held.branch.items():
         layer._parameters[key] = nn.Parameter(tensor.to(layer.weight.device), requires_grad=False)
 

@@ -3,9 +3,9 @@
 ``ColwiseParallel`` and ``RowwiseParallel`` are used as torch's own, in ``parallelize_module`` or in ``parallelize`` of this
 module, which checks every layer before it changes one. Plain modules are given to torch's styles.
 
-Colwise divides the rows of the stored weight [N, K]: each rank makes some outputs, with the numbers that one device would
-use. Rowwise divides its columns: each rank takes some inputs, and the ranks' outputs are summed in fp32. A quantization group
-or a rotation block lies on one rank or the layer is refused.
+Colwise divides the rows of the stored weight [N, K]: each rank makes some outputs, and adds their sums in the order of the
+whole layer's, so that they are those of one device. Rowwise divides its columns: each rank takes some inputs, and the ranks'
+outputs are summed in fp32. A quantization group or a rotation block lies on one rank or the layer is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from kitchen_core import QuantizedLinear
+from kitchen_core import QuantizedLinear, QuantizedTensor
 from kitchen_core.activation import QuantizedActivation, cast_for_autocast
 from kitchen_core.errors import KitchenError, UnsupportedError
 from kitchen_core.formats import Format, Tensors
@@ -38,12 +38,21 @@ WHOLE_ROW_ACTS = ("rms_norm",)  # activations that need all inputs of a row
 
 
 class ColwiseParallel(TorchColwiseParallel):
-    """torch's style for any format: the outputs are divided. Bit for bit what one device computes, as far as its kernels
-    do not choose another order of sums for another number of outputs.
+    """torch's style for any format: the outputs are divided. Bit for bit what one device of the same kind computes.
+
+    Two formats sum in floats and hold that for 8, 16, 24, .. outputs a rank: svdquant always, awq in its fused kernels; its
+    ``awq/dequantized`` leaves the order to cuBLAS, which chooses by the number of outputs, and agrees within rounding. To
+    add in the order of the whole layer takes a part more time than an order of its own would, which ``bit_equal=False`` lets
+    it have: docs/guides/tensor_parallel.md.
     """
+
+    def __init__(self, *, bit_equal: bool = True, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self.bit_equal = bit_equal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, QuantizedLinear):
+            _refuse_quantized_tensor(module)
             return super()._apply(module, device_mesh)
         return divide(module, device_mesh, OUTPUTS, self)
 
@@ -59,6 +68,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, QuantizedLinear):
+            _refuse_quantized_tensor(module)
             return super()._apply(module, device_mesh)
         return divide(module, device_mesh, INPUTS, self)
 
@@ -66,11 +76,12 @@ class RowwiseParallel(TorchRowwiseParallel):
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
     """``torch.distributed.tensor.parallel.parallelize_module``, after every quantized layer that the plan names was checked.
 
-    Raises UnsupportedError, naming the layer, for a split that would cut a group or a rotation block, and for a pattern that
-    names no module; the model is as it was then. ``model`` is changed in place and returned.
+    Raises UnsupportedError, naming the layer, for a split that would cut a group or a rotation block, for a pattern that names
+    no module, and for a layer that is named twice; the model is as it was then. ``model`` is changed in place and returned.
     """
     styles = {ColwiseParallel: OUTPUTS, RowwiseParallel: INPUTS}
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names: dict[nn.Module, str] = {}  # of quantized layers that the plan divides
     for pattern, style in plan.items():
         found = [name for name in modules if _matches(name, pattern)]
         if not found:
@@ -80,10 +91,25 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
             )
         for name in found:
             what, layer = styles.get(type(style)), modules[name]
-            if what is not None and isinstance(layer, QuantizedLinear):
-                with naming(name):
+            if what is None:
+                continue
+            with naming(name):
+                _refuse_quantized_tensor(layer)
+                if isinstance(layer, QuantizedLinear):
+                    if layer in names:
+                        raise UnsupportedError(f"the plan names it as {names[layer]!r} as well; leave one of them out")
+                    names[layer] = name
                     check_split(layer, what, mesh.size())
     return parallelize_module(model, mesh, dict(plan))
+
+
+def _refuse_quantized_tensor(layer: nn.Module) -> None:
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, QuantizedTensor):
+        raise UnsupportedError(
+            "its weight is a QuantizedTensor, of which each rank would get a dense part; divide a QuantizedLinear: "
+            "QuantizedLinear(weight.inner(), weight.format, weight.config, bias, weight.dtype)"
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -123,9 +149,8 @@ def check_split(layer: QuantizedLinear, what: str, parts: int) -> dict[str, int 
     """
     if isinstance(layer, DividedLinear):
         raise UnsupportedError(f"the layer's {layer.what} are divided already, over {layer.parts} ranks")
-    stored, config = layer.format.stored(layer.inner(), layer.config)
-    if config != layer.config:
-        layer.relay_(stored, config)
+    if layer.format.is_resident(layer.inner()):
+        layer.relay_(layer.format.stored(layer.inner(), layer.config))
     tensors, format = layer.inner(), layer.format
     n, k = layer.out_features, layer.in_features
     dims = divided_dims(format, layer.config, tensors, what)
@@ -196,6 +221,7 @@ class DividedLinear(QuantizedLinear):
     output_layout: Placement
     use_local_output: bool
     sum_dtype: torch.dtype
+    bit_equal: bool
 
     def inner(self) -> Tensors:
         """This rank's tensors by name, without copies."""
@@ -243,11 +269,17 @@ class DividedLinear(QuantizedLinear):
             traits = self.format.activation_traits(tensors, self.config)
             x.check_fits(self.format.activation_kind, traits, columns, self.compute_dtype, self.weight.device)
             return self.format.linear_quantized(
-                x, tensors, self.config, bias, out_dtype or x.dtype, residual, residual_scale
+                x, tensors, self.config, bias, out_dtype or x.dtype, residual, residual_scale, **self._part()
             )  # fmt: skip
         return self.format.linear(
-            x, tensors, self.config, bias, out_dtype, input_act, weight, eps, residual, residual_scale
+            x, tensors, self.config, bias, out_dtype, input_act, weight, eps, residual, residual_scale, **self._part()
         )  # fmt: skip
+
+    def _part(self) -> dict[str, tuple[int, int]]:
+        """Which outputs of the whole layer this rank makes, for formats that ask."""
+        if self.what != OUTPUTS or not self.bit_equal or not self.format.takes_part:
+            return {}
+        return {"part": (self.mesh.get_local_rank() * (self.out_features // self.parts), self.out_features)}
 
     def _local_input(self, x: torch.Tensor | DTensor) -> torch.Tensor:
         wanted = Replicate() if self.what == OUTPUTS else Shard(x.dim() - 1)
@@ -313,7 +345,7 @@ class DividedLinear(QuantizedLinear):
             self._parameters["bias"] = nn.Parameter(self.bias.detach().to(probe.dtype), requires_grad=False)
         return self
 
-    def relay_(self, tensors: Tensors, config: Any) -> QuantizedLinear:
+    def relay_(self, tensors: Tensors) -> QuantizedLinear:
         """Refused: the parts are what they are."""
         raise UnsupportedError(
             "a divided layer cannot be laid out anew; do so before it is divided, or leave it as stored"
@@ -355,6 +387,7 @@ def divide(layer: QuantizedLinear, mesh: DeviceMesh, what: str, style: Any) -> Q
     layer.input_layout, layer.output_layout = style.input_layouts[0], style.output_layouts[0]
     layer.use_local_output = style.use_local_output
     layer.sum_dtype = getattr(style, "sum_dtype", torch.float32)
+    layer.bit_equal = getattr(style, "bit_equal", True)
     return layer
 
 

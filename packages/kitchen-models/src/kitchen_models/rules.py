@@ -83,6 +83,11 @@ class Rules:
             if format is not None:
                 raise UnsupportedError(f"rules={rules!r} names a format, and so does format={format!r}; give one")
             made, format = [], rules
+        elif not isinstance(rules, Iterable):
+            raise UnsupportedError(
+                "rules are the name of a format, 'pattern=format', a mapping from pattern to format, or a list of rules; got "
+                f"{rules!r}"
+            )
         else:
             entries = rules.items() if isinstance(rules, Mapping) else [rules] if isinstance(rules, str) else rules
             made = [rule for entry in entries for rule in _rules_of(entry)]

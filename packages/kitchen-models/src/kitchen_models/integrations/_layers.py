@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
@@ -54,6 +55,17 @@ class RulesConfig:
         self.rules = [str(rule) for rule in Rules.of(rules).rules]
         self.format = format
         self.options = dict(options or {})
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the library's. What a newer version wrote beside is told and left out: layers are read by their own markers."""
+        known = inspect.signature(cls.__init__).parameters
+        unknown = sorted(str(key) for key in config_dict if key not in known)
+        if unknown:
+            log.warning(
+                "kitchen: the quantization config has %s, unknown to this version and left out", ", ".join(unknown)
+            )
+        return super().from_dict({key: config_dict[key] for key in config_dict if key in known}, *args, **kwargs)
 
     def as_rules(self) -> Rules:
         """The rules with their defaults."""

@@ -106,9 +106,10 @@ class KitchenQuantizer(HfQuantizer):
         self.error: KitchenError | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Raises UnsupportedError for a device map with "disk"."""
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise UnsupportedError("quantized layers cannot be offloaded to disk; map these modules to 'cpu' or a GPU")
+        """Raises UnsupportedError for a device map with "disk" or "meta"."""
+        devices = {str(device) for device in (device_map.values() if isinstance(device_map, dict) else [device_map])}
+        for device in sorted(devices & {"disk", "meta"}):
+            raise UnsupportedError(f"quantized layers cannot be on {device!r}; map these modules to 'cpu' or a GPU")
 
     # ------------------------------------------------------------------------------------------------ before loading
 
