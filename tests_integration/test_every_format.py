@@ -691,3 +691,28 @@ def test_wrong_arguments_are_named(name):
             QuantizedTensor.quantize(bad, name)
     with pytest.raises(UnsupportedError, match="takes the options"):
         QuantizedTensor.quantize(torch.randn(N, K), name, surprise=3)
+
+
+class TransposedLinear(nn.Module):
+    """As transformers' Conv1D: its weight is [K, N], which would be taken for a weight [N, K]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(256, 128)), None
+
+
+@pytest.mark.parametrize(
+    "other", [TransposedLinear, lambda: nn.Conv2d(4, 4, 1), lambda: nn.Embedding(8, 64), lambda: None]
+)
+def test_only_a_linear_layer_is_made_from_a_layer(name, other):
+    with pytest.raises(UnsupportedError, match=r"from_linear takes an nn\.Linear, got (\w+); another layer"):
+        QuantizedLinear.from_linear(other(), name)
+
+
+def test_a_sparse_weight_is_refused_by_its_layout(name):
+    weight = torch.randn(128, 128).relu()
+    for sparse in (weight.to_sparse(), weight.to_sparse_csr()):
+        with pytest.raises(
+            UnsupportedError, match=r"must be dense, got layout torch\.sparse_\w+; pass its to_dense\(\)"
+        ):
+            QuantizedTensor.quantize(sparse, name)

@@ -45,6 +45,7 @@ from kitchen_core.ops._define import problem_builders
 from kitchen_core.registry import EAGER, kernels_of
 from kitchen_core.testing import FLOAT_DTYPES, LINEAR_OPS, assert_close, assert_equal, tolerance, unit_roundoff
 from kitchen_core.testing.cases import make_case, optional_arguments
+from kitchen_core.typical import typical
 
 FORMATS = sorted(KNOWN_FORMATS)
 INT8_GRID = ("int8_tensorwise", "asym_w4a8_int8", "w6a8_int8")
@@ -316,6 +317,9 @@ def test_b22_b61_b62_a_kernel_is_chosen_for_every_shape_on_every_chip_and_the_ot
             for m in (1, 255, 256, 4096):
                 for dtype in (torch.bfloat16, torch.float16):
                     found = explain(op, M=m, N=n, K=k, dtype=dtype, device="cuda", **fields)
+                    if op == "svdquant_linear" and k % 64:
+                        assert "K must be a multiple of 64" in found.refused
+                        continue
                     assert found.chosen is not None
                     for candidate in found.candidates:
                         assert candidate.reason is None or len(candidate.reason) > 10, candidate
@@ -445,11 +449,38 @@ def test_b27_nonsense_is_refused_before_anything_runs(op):
 def test_b27_sparse_tensors_and_arrays_are_named():
     x, w, s = torch.randn(3, 64), torch.zeros(8, 64, dtype=torch.int8), torch.ones(8)
     for sparse in (x.to_sparse(), x.to_sparse_csr()):
-        with pytest.raises(kc.UnsupportedError, match=r"x must be a dense tensor, got a sparse one; pass x\.to_dense"):
+        with pytest.raises(
+            kc.UnsupportedError, match=r"x must be a dense tensor, got layout sparse_\w+; pass x\.to_dense"
+        ):
             kc.int8_linear(sparse, w, s)
     for wrong, name in (((x.numpy(), w, s), "x"), ((x, w.numpy(), s), "weight"), ((x, w, s, "bias"), "bias")):
         with pytest.raises(RuntimeError, match=f"argument '{name}'"):
             kc.int8_linear(*wrong)
+
+
+@pytest.mark.parametrize("op", sorted(problem_builders()))
+def test_b27_none_and_other_layouts_are_named_for_every_argument(op):
+    """After a good call of the same shapes: what is remembered for them must not let these pass."""
+    call = getattr(torch.ops.kitchen, op).default
+    case = make_case(op, random.Random(11).choice)
+    call(*case.arguments)
+    tried = 0
+    for i, (argument, value) in enumerate(zip(call._schema.arguments, case.arguments, strict=False)):
+        if not isinstance(value, torch.Tensor) or value.dtype == torch.float8_e4m3fn:
+            continue
+        others = [value.to_sparse()] if value.dim() else []
+        others += [value.to_sparse_csr()] if value.dim() == 2 else []
+        others += [value.to_mkldnn()] if value.dtype == torch.float32 and value.dim() and value.numel() else []
+        for other in others:
+            said = rf"{op}: {argument.name} must be a dense tensor, got layout _?\w+; pass"
+            with pytest.raises(UnsupportedError, match=said):
+                call(*case.arguments[:i], other, *case.arguments[i + 1 :])
+            tried += 1
+        if str(argument.type) == "Tensor":
+            with pytest.raises(UnsupportedError, match=f"{op}: {argument.name} must be a tensor, got None"):
+                call(*case.arguments[:i], None, *case.arguments[i + 1 :])
+            tried += 1
+    assert tried >= 2
 
 
 @pytest.mark.parametrize("op", ["int8_linear", "w4a8_linear", "svdquant_linear", "awq_linear"])
@@ -721,7 +752,7 @@ def test_b52_the_report_for_an_old_card_names_no_bf16_tensor_cores(arch):
 def test_b74_another_vendor_gets_the_reference_and_reasons():
     with simulate(DeviceFacts("hip", "AMD Radeon")):
         for op in sorted(problem_builders()):
-            found = explain(op, M=16, N=256, K=256, device="cuda", group=64)
+            found = explain(op, device="cuda", **typical(op, M=16))
             assert found.chosen.id == EAGER, op
             others = [c for c in found.candidates if c.kernel.id != EAGER]
             assert all(c.reason for c in others), op

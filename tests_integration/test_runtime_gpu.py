@@ -118,6 +118,36 @@ def test_200_tries_on_side_streams_behind_a_spinning_kernel(name):
         assert torch.equal(y, wanted[m][i]), f"try {attempt}, M={m}"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (4096, 16, 7392),
+        (4096, 32, 10944),
+        (8192, 128, 8192),
+        (2048, 16, 29568),
+        (64, 16, 29568),
+        (16, 136, 65536),
+        (33, 12288, 3072),
+        (64, 12288, 3072),
+        (300, 12288, 3072),
+        (300, 3072, 12288),
+        (96, 5504, 4096),
+    ],
+)
+def test_the_same_bits_in_1000_calls(name, m, n, k):
+    """Few outputs and long sums: copies into a ring of stages come late and out of order, and a kernel must not notice."""
+    k = k // 64 * 64 if name == "svdquant_w4a4" else k
+    made, x = (_awq(n, k, 32) if name == "awq_w4a16" else module(name, n, k)), rows(m, k)
+    first = check(name, made, x, f"N={n} K={k} M={m}")
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for attempt in range(1000):
+        wrong += (made(x) != first).any()
+        if attempt % 2:
+            torch.cuda.synchronize()
+    assert wrong.item() == 0, f"{name} N={n} K={k} M={m}: {wrong.item()} of 1000 calls differ"
+
+
 def every_op():
     """(name, call) for a sample of every op, on the GPU."""
     for sample in SAMPLES:
@@ -257,6 +287,45 @@ def test_cudagraphs_of_torch_compile_are_not_skipped(name):
         for seed in range(4):
             x.copy_(rows(16, seed=seed))
             assert torch.equal(compiled(x), made(x))
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@contextlib.contextmanager
+def new_memory_is_spoiled():
+    """Whatever torch allocates without setting it holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(4, device="cuda").isnan().all()
+    assert (torch.empty(4, dtype=torch.int32, device="cuda") == 2**31 - 1).all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(16, 7392), (1536, 7392), (512, 512), (3072, 3072), (136, 192)])
+def test_results_do_not_depend_on_what_memory_held(name, n, k):
+    k = k // 64 * 64 if name == "svdquant_w4a4" else k
+    made = _awq(n, k, 32) if name == "awq_w4a16" else module(name, n, k)
+    for m in (1, 2, 5, 16, 17, 64, 65, 128, 255, 300, 1024, 4096):
+        x = rows(m, k)
+        want = made(x)
+        with new_memory_is_spoiled(), kernels_ran(LINEAR_OPS[name]):
+            y = made(x)
+        assert torch.equal(y, want), f"{name} N={n} K={k} M={m}: {(y != want).sum()} of {y.numel()} differ"
+
+
+def test_no_op_leaves_a_part_of_its_result_unset():
+    for name, call in every_op():
+        if name.startswith(OFFLINE):
+            continue
+        want = call()
+        with new_memory_is_spoiled():
+            got = call()
+        for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, want)), strict=True):
+            assert_equal(a.float(), b.float(), name)
 
 
 # ------------------------------------------------------------------------------------------------ offload, settings

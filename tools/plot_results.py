@@ -10,7 +10,7 @@ Needs matplotlib. The files are the same whenever the results are: no dates, no 
   case and part, and for comfy-kitchen where it was measured. Shapes whose N or K is no multiple of 8 are left out: bf16 has no
   fast kernel for them.
 - ``quantize.svg``: share of the floor (a copy of the same bytes) by case, for each K.
-- ``int8_sweep.svg`` and ``awq_sweep.svg``: time over M up to 300.
+- ``int8_sweep.svg``, ``awq_sweep.svg``, ``w4a8_sweep.svg`` and ``w6a8_sweep.svg``: time over M up to 300.
 - ``end_to_end.svg``: whole models by format: quality, time of a step, memory, and a decode step.
 """
 
@@ -109,7 +109,7 @@ def floor_us(row: dict) -> float:
 
 def plot_sweep(found: dict, family: str) -> plt.Figure:
     """Time over M, a panel for each shape."""
-    figure, axes = plt.subplots(1, len(found["rows"]), figsize=(4.5 * len(found["rows"]), 3.4))
+    figure, [axes] = plt.subplots(1, len(found["rows"]), figsize=(4.5 * len(found["rows"]), 3.4), squeeze=False)
     for axis, row in zip(axes, found["rows"], strict=True):
         for column, label in (
             ("us", f"{family.removesuffix('_sweep')}_linear"),
@@ -128,6 +128,20 @@ def plot_sweep(found: dict, family: str) -> plt.Figure:
     axes[0].legend(fontsize=7)
     figure.suptitle(f"{family}: {source_line(found)}", fontsize=9)
     return figure
+
+
+def sweeps_of(found: dict) -> dict:
+    """The rows of case "sweep" of a family as plot_sweep takes them: one for each shape, with lists over M."""
+    shapes: dict[tuple[int, int], list[dict]] = defaultdict(list)
+    for row in found["rows"]:
+        if row["case"] == "sweep":
+            shapes[row["K"], row["N"]].append(row)
+    columns = ("M", "us", "bf16_us", "ck_us", "kernel")
+    rows = [
+        {"K": K, "N": N} | {column: [r[column] for r in sorted(rows, key=lambda r: r["M"])] for column in columns}
+        for (K, N), rows in shapes.items()
+    ]
+    return {**found, "rows": rows}
 
 
 def draw_bars(axis, rows: list[dict], columns: dict[str, str], scale: float, what: str) -> None:
@@ -195,15 +209,20 @@ def main() -> None:
     args = parser.parse_args()
     families = args.families or [p.stem for p in sorted(args.results.glob("*.json")) if p.stem not in NOT_PLOTTED]
     for family in families:
-        with plt.rc_context(STYLE):
-            figure = SPECIAL.get(family, plot_ratios)(load(args.results, family), family)
-            path = args.out / f"{family}.svg"
-            figure.savefig(path, metadata={"Date": None, "Creator": None})
-            plt.close(figure)
-        size = path.stat().st_size
-        print(f"{path}: {size / 1000:.0f} KB")
-        if size > MOST_BYTES:
-            sys.exit(f"{path} is larger than {MOST_BYTES} bytes")
+        found = load(args.results, family)
+        figures = {family: SPECIAL.get(family, plot_ratios)}
+        if any(row.get("case") == "sweep" for row in found["rows"]) and family not in SPECIAL:
+            figures[f"{family}_sweep"] = lambda found, name: plot_sweep(sweeps_of(found), name)
+        for name, plot in figures.items():
+            with plt.rc_context(STYLE):
+                figure = plot(found, name)
+                path = args.out / f"{name}.svg"
+                figure.savefig(path, metadata={"Date": None, "Creator": None})
+                plt.close(figure)
+            size = path.stat().st_size
+            print(f"{path}: {size / 1000:.0f} KB")
+            if size > MOST_BYTES:
+                sys.exit(f"{path} is larger than {MOST_BYTES} bytes")
 
 
 if __name__ == "__main__":

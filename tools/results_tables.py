@@ -9,7 +9,7 @@ shapes by M), ``int8 CASE PART shapes`` (each shape by M), ``int8 CASE PART few`
 ``awq GROUP`` (means over the shapes by M), both with ``shapes`` behind (each shape by M), ``swiglu`` (means over the announced
 shapes), ``swiglu HxI`` (one hidden and intermediate width), ``volta wmma`` and ``volta torch`` (each shape by M), ``quantize``
 (shares of the floor), ``accuracy``, ``host_time``, ``end_to_end PART`` (image, quality, memory, decode, errors) and
-``tensor_parallel`` (each format).
+``tensor_parallel`` (each format), ``tensor_parallel outputs`` (a part of a layer alone).
 """
 
 from __future__ import annotations
@@ -292,6 +292,17 @@ def tensor_parallel() -> str:
     return markdown(head.split("|"), lines)
 
 
+def divided_outputs() -> str:
+    """Of formats whose sums are floats: a layer whole, and a part of it with sums in either order."""
+    head = "format|M|one device, us|a part|in an order of its own"
+    lines = [
+        [r["case"], str(r["M"]), *[number(r[k], ".1f") for k in ("us_up_one", "us_up", "us_up_own_order")]]
+        for r in load("tensor_parallel")
+        if "us_up" in r
+    ]
+    return markdown(head.split("|"), lines)
+
+
 def table(name: str) -> str:
     """The table that a marker asks for."""
     words = name.split()
@@ -310,7 +321,7 @@ def table(name: str) -> str:
     if words[0] == "end_to_end":
         return end_to_end(words[1])
     if words[0] == "tensor_parallel":
-        return tensor_parallel()
+        return divided_outputs() if words[1:] else tensor_parallel()
     return {"quantize": quantize_shares, "accuracy": accuracy, "host_time": host_time}[name]()
 
 

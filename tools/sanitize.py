@@ -76,7 +76,7 @@ def build(program: Path) -> Path:
     """The program's binary, made again if it or a kernel is newer. Exits with the compiler's words where it fails."""
     objects = []
     for source in sources(program):
-        unit, failure, _ = compile_check.compile_unit(compile_check.Unit(source, ARCH))
+        unit, failure, _ = compile_check.compile_unit(compile_check.Unit(source, (ARCH,)))
         if failure:
             sys.exit(f"{source.relative_to(ROOT)}:\n{failure}")
         objects.append(unit.object)

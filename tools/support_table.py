@@ -17,12 +17,12 @@ from pathlib import Path
 from unittest import mock
 
 from kitchen_core import explain, simulate
+from kitchen_core.testing import RELEASE_ARCHS
 from kitchen_core.typical import typical
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- support table: made by tools/support_table.py -->", "<!-- end of support table -->"
 
-RELEASE_ARCHS = ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"]
 EXTENSIONS = (
     "kitchen_int8",
     "kitchen_w4a8",
@@ -67,7 +67,7 @@ ROWS = (
 @contextlib.contextmanager
 def released() -> Iterator[None]:
     """Within the block every extension says that it was built for the release architectures."""
-    info = {"has_cuda": True, "archs": RELEASE_ARCHS, "nvcc": "13.0", "reason": ""}
+    info = {"has_cuda": True, "archs": list(RELEASE_ARCHS), "nvcc": "13.0", "reason": ""}
     with contextlib.ExitStack() as stack:
         for name in (*EXTENSIONS, VOLTA):
             extension = importlib.import_module(f"{name}._extension").EXTENSION

@@ -11,8 +11,9 @@ import torch
 from kitchen_core import UnsupportedError, explain, fallback, ops, registry, simulate, use
 from kitchen_core.cli import main
 from kitchen_core.devices import simulated_facts, simulating
+from kitchen_core.explanation import option_words
 from kitchen_core.registry import Kernel
-from kitchen_core.testing import assert_equal, expect_kernel
+from kitchen_core.testing import RELEASE_ARCHS, assert_equal, expect_kernel, pretend_built
 from kitchen_fallback_volta import fp16_fallback, kernels, policy
 from kitchen_fallback_volta._extension import EXTENSION
 
@@ -113,14 +114,15 @@ def chosen(op, dtype, out_dtype, options=(), m=1, **fields):
     return found.chosen.id
 
 
-def path(op, dtype, out_dtype, **fields):
+def path(op, dtype, out_dtype, options=(), **fields):
     """The kernels of one call, outermost first: of a composition also the kernel of the op that it ends with, its GEMM."""
-    found = explain(op, dtype=dtype, out_dtype=out_dtype, **fields).chosen
+    own = tuple(word for word in options if word in option_words(op))
+    found = explain(op, dtype=dtype, out_dtype=out_dtype, options=own, **fields).chosen
     if not found.calls:
         return [found.id]
     inner = found.calls[-1]
     with fallback.codes_of(out_dtype if dtype == INT8 else dtype, out_dtype):
-        return [found.id, *path(inner, INT8 if inner.endswith("scaled_mm") else dtype, out_dtype, **fields)]
+        return [found.id, *path(inner, INT8 if inner.endswith("scaled_mm") else dtype, out_dtype, options, **fields)]
 
 
 def call_id(call):
@@ -136,8 +138,6 @@ def test_dispatch_table(device, call, build, setting):
     setting(word)
     with simulate(*device):
         for options, m in itertools.product(OPTIONS, (0, 1, 300, 8192)):
-            if dtype == INT8 or op == "int8_swiglu_mlp":
-                options = tuple(o for o in options if not o.startswith("input_act"))
             shape = {"M": m, "N": 3072, "K": 3072, "group": 0 if bits == 8 else 16, "rotation": 256, "bits": bits}
             got = path(op, dtype, out_dtype, options=options, device="cuda:0", **shape)
             if device in VOLTA:
@@ -161,13 +161,9 @@ def test_dispatch_table_of_the_quantizers(device, build, setting):
 @pytest.mark.parametrize("sm", ["sm_60", "sm_61", "sm_70"])
 def test_no_op_ends_in_code_that_the_gpu_cannot_run(sm, compiled, setting, monkeypatch):
     """Wheels as released, of every package: on an older GPU each op is served by core or by this package."""
-    released = {
-        **BUILDS["for sm_70"],
-        "archs": ["75-real", "80-real", "90a-real", "100-real", "120-real", "120-virtual"],
-    }
     for name in ("int8", "w4a8", "svdquant", "awq"):
         package = pytest.importorskip(f"kitchen_{name}._extension")
-        monkeypatch.setitem(package.EXTENSION.__dict__, "build_info", released)
+        pretend_built(monkeypatch, package.EXTENSION, *RELEASE_ARCHS)
     registry.load_providers()
     seen = 0
     with simulate(sm):
