@@ -716,3 +716,19 @@ def test_a_sparse_weight_is_refused_by_its_layout(name):
             UnsupportedError, match=r"must be dense, got layout torch\.sparse_\w+; pass its to_dense\(\)"
         ):
             QuantizedTensor.quantize(sparse, name)
+
+
+def test_a_part_of_a_weight_is_told_by_two_numbers(name):
+    made, x = weight(name), torch.randn(3, K).bfloat16()
+    format, call = made.format, (made.inner(), made.config)
+    if not format.takes_part:
+        pytest.skip(f"{name} sums integers, and takes no part")
+    words = r"part must be \(part_first, part_of\)|whole number of 64 bits|is no part of one of|part_first is missing"
+    activation = made.quantize_activation(x)
+    for part in ((1, 2, 3), (8,), 8, "08", (0.5, 2 * N), ("0", "256"), (N, 2 * N - 1), (None, N)):
+        with pytest.raises(UnsupportedError, match=words):
+            format.linear(x, *call, part=part)
+        with pytest.raises(UnsupportedError, match=words):
+            format.linear_quantized(activation, *call, part=part)
+    assert_equal(format.linear(x, *call, part=(N, 2 * N)), made.linear(x))
+    assert_equal(format.linear_quantized(activation, *call, part=[N, 2 * N]), made.linear(activation))

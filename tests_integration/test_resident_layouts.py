@@ -104,6 +104,7 @@ def x(name) -> torch.Tensor:
 def test_every_format_that_has_such_a_layout_is_here():
     having = {name for name in installed_formats() if get_format(name).resident_tensors}
     assert having == DTYPES.keys() == PACKING.keys()
+    assert kitchen_awq.optimize_for_decode is kitchen_w4a8.optimize_for_decode is optimize_for_decode
 
 
 # ------------------------------------------------------------------------------------------------------ laying out
@@ -164,6 +165,7 @@ def test_what_fails_midway_leaves_the_weight_as_it_was(monkeypatch, name, error)
         (lambda w: w.t(), "transposed view"),
         (lambda w: w.to("meta"), "meta device"),
         (laid, "already"),
+        (lambda w: QuantizedTensor.quantize(w.dequantize()[:12], w.format), "needs N a multiple of"),
     ],
 )
 def test_what_cannot_be_laid_out_says_why_and_stays(name, change, words):
@@ -489,6 +491,32 @@ def test_codes_are_not_copied_into_a_parameter_of_the_other_layout(name, layers)
         with torch.no_grad(), pytest.raises(RuntimeError, match=r"size|shape"):
             target.copy_(source)
         assert torch.equal(target, before)
+
+
+def test_tensors_in_the_layout_are_not_laid_out_again(pair):
+    stored, made = pair
+    before = {key: tensor.clone() for key, tensor in made.inner().items()}
+    for storage in (None, made.qdata.view(-1)):
+        with pytest.raises(FormatError, match=r"are in the resident layout, .*; give what is stored: format.stored"):
+            made.format.lay_resident(made.inner(), made.config, storage)
+    assert_same(made.inner(), before)
+    assert_same(made.format.stored(made.inner(), made.config), stored.inner())
+
+
+@torch.no_grad()
+def test_tensors_of_an_own_state_dict_are_not_copied_into_a_weight(pair):
+    """They are codes alone, and no dense weight to requantize; what the message names takes them, in either layout."""
+    for weight in pair:
+        state, before = weight.state_dict(), weight.dequantize()
+        with pytest.raises(
+            UnsupportedError, match=r"got torch.int8 \[80, .*\]; of all stored tensors, as a state dict"
+        ):
+            weight.copy_(state["weight"])
+        assert torch.equal(weight.dequantize(), before)
+        given = QuantizedTensor(weight.format.from_state_dict(state, ""), weight.format, weight.config, weight.dtype)
+        assert torch.equal(weight.copy_(given).dequantize(), before)
+        with pytest.raises(UnsupportedError, match=r"got a dense \[80, 512\] tensor; use weight.requantize"):
+            weight.copy_(before)
 
 
 def test_a_copy_between_a_stored_and_a_laid_out_weight_leaves_a_stored_one(pair):

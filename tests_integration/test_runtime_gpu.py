@@ -7,6 +7,7 @@ float64 in sampled rows. Every test asserts that a kernel of a package ran, not 
 import contextlib
 import copy
 import hashlib
+import subprocess
 import threading
 import zlib
 
@@ -179,14 +180,21 @@ def test_a_call_waits_for_nothing_and_runs_beside_a_busy_default_stream():
         torch.cuda.synchronize()
 
 
-def test_a_warm_call_neither_waits_nor_allocates_from_the_driver():
+def warm_ops():
+    """As ``every_op``, each called three times before."""
     for name, call in every_op():
         if name.startswith(OFFLINE):
             continue
         for _ in range(3):
             call()
         torch.cuda.synchronize()
-        before, free = torch.cuda.memory_stats()["num_device_alloc"], torch.cuda.mem_get_info()[0]
+        yield name, call
+
+
+def test_a_warm_call_neither_waits_nor_allocates_from_the_driver():
+    """torch's allocator does not, in this process; that our extensions never do is asserted by ``test_device_memory.py``."""
+    for name, call in warm_ops():
+        before = torch.cuda.memory_stats()["num_device_alloc"]
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(20 * SPIN)
@@ -199,7 +207,34 @@ def test_a_warm_call_neither_waits_nor_allocates_from_the_driver():
         assert not waited, f"{name}: the call came back after the spinning kernel before it"
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["num_device_alloc"] == before, name
-        assert torch.cuda.mem_get_info()[0] == free, name
+
+
+def why_not_alone():
+    """Why the GPU's free memory may be another process's doing; None where nvidia-smi sees one process there, this one."""
+    command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"free memory is the whole GPU's, and nvidia-smi does not tell who is on it: {error}"
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    seen = sum(uuid in line for line in told.splitlines())
+    return None if seen == 1 else f"free memory is the whole GPU's, and nvidia-smi sees {seen} processes on it, not 1"
+
+
+def test_a_warm_call_leaves_the_gpus_free_memory_as_it_was():
+    """Whoever took it: allocations past torch's too."""
+    torch.zeros(1, device="cuda")  # this process is on the GPU
+    reason = why_not_alone()
+    if reason is not None:
+        pytest.skip(reason)
+    for name, call in warm_ops():
+        free = torch.cuda.mem_get_info()[0]
+        call()
+        torch.cuda.synchronize()
+        left = torch.cuda.mem_get_info()[0]
+        if left != free and why_not_alone() is not None:
+            pytest.skip(f"{name}: free memory changed, and another process came to the GPU")
+        assert left == free, name
 
 
 @pytest.mark.parametrize("name", FORMATS)

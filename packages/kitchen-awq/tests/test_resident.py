@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import kitchen_awq
-import kitchen_core
 from kitchen_awq import optimize_for_decode, resident
-from kitchen_core import QuantizedTensor
+from kitchen_awq.format import AWQFormat
+from kitchen_core import QuantizedTensor, UnsupportedError
 from kitchen_core.packing import unpack_nibbles
 
 N, K = 72, 512
@@ -70,14 +69,15 @@ def test_linears_of_every_group_and_type_are_those_of_the_stored_weight(group_si
         ({"dtype": torch.float32}, "of x's type"),
     ],
 )
-def test_a_weight_that_does_not_fit_comes_back_unchanged_with_the_reason(options, words):
-    weight = quantized(**options)
-    before = dict(weight.inner())
-    made, reason = optimize_for_decode(weight)
-    assert made is weight
-    assert words in reason
-    assert all(weight.inner()[name] is tensor for name, tensor in before.items())
+def test_a_weight_that_does_not_fit_says_why(options, words):
+    assert words in optimize_for_decode(quantized(**options)).reason
 
 
-def test_the_package_has_the_function_of_the_core():
-    assert kitchen_awq.optimize_for_decode is kitchen_core.optimize_for_decode
+def test_a_part_of_a_weight_is_not_taken_in_the_layout():
+    stored, x, part = quantized(), torch.randn(2, K).bfloat16(), (0, 2 * N)
+    made = optimize_for_decode(stored.clone()).weight
+    own = AWQFormat.stored(made.inner(), made.config)
+    for call, given in ((AWQFormat.linear, x), (AWQFormat.linear_quantized, made.quantize_activation(x))):
+        with pytest.raises(UnsupportedError, match=r"is a whole one, got part=\(0, 144\); give what is stored"):
+            call(given, made.inner(), made.config, part=part)
+        assert torch.equal(call(given, own, made.config, part=part), stored.linear(x))

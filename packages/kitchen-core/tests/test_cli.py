@@ -64,6 +64,31 @@ def test_explain_says_that_it_answered_for_the_cpu(capsys):
     assert "the CPU" not in explained(capsys, "int8_linear", "--as", "sm_90")
 
 
+@pytest.mark.parametrize(
+    ("op", "k", "rotation"),
+    [
+        ("int8_linear", 3072, 256),
+        ("int8_linear", 96, 16),
+        ("int8_linear", 100, 0),
+        ("w4a8_linear", 192, 64),
+        ("awq_linear", 192, 0),
+    ],
+)
+def test_the_command_and_the_function_assume_the_same_rotation(op, k, rotation, capsys):
+    told = json.loads(explained(capsys, op, "-M", "4", "-K", str(k), "--json", "--as", "sm_90"))
+    fields = {**typical(op, 4), "K": k}
+    fields.pop("rotation", None)
+    with simulate("sm_90"):
+        found = explain(op, **fields, device="cuda:0")
+        plain = explain(op, **fields, device="cuda:0", rotation=0)
+    assert str(found.problem) == told["problem"]
+    assert found.problem.rotation == rotation
+    assert any(f"rotation={rotation} is assumed" in note for note in found.notes) == (rotation > 0)
+    assert (f"rotation={rotation}" in told["assumed"]) == (rotation > 0)
+    assert plain.problem.rotation == 0
+    assert not any("assumed" in note for note in plain.notes)
+
+
 def test_explain_as_json_says_the_same(capsys):
     found = json.loads(explained(capsys, "w4a8_linear", "-M", "8", "--json", "--as", "sm_80"))
     assert "M=8" in found["problem"]
@@ -154,6 +179,21 @@ def test_explain_names_no_kernel_for_a_call_that_the_op_refuses(words, status, t
     assert status == 0 or ">" not in output.replace("->", "")
 
 
+def test_sizes_that_no_tensor_can_have_are_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["explain", "int8_linear", "-N", str(10**20)])
+    assert stopped.value.code == 2
+    assert "-N/--n: must be at most 2^63 - 1" in capsys.readouterr().err
+    assert main(["explain", "int8_linear", "-N", str(2**40), "-K", str(2**40), "--as", "sm_90"]) == 1
+    told = capsys.readouterr().out
+    assert f"refused: a weight [N, K] with M=1, N={2**40}, K={2**40} would take {2**80} bytes" in told
+    assert ">" not in told.replace("->", "")
+    assert "N is more than 2^63 - 1" in explain("int8_linear", N=10**20, K=64).refused
+    assert "x [M, K]" in explain("awq_linear", M=2**62, K=64, group=64, bits=4).refused
+    assert "low-rank branch" in explain("svdquant_linear", N=64, K=64, group=64, rank=2**62, bits=4).refused
+    assert explain("int8_linear", M=1, N=2**40, K=2**22).refused is None, "4 EiB of codes can be counted"
+
+
 @pytest.mark.parametrize("words", [["-M", "-3"], ["-M", "many"], ["--dtype", "int8"], ["--grop", "3"]])
 def test_nonsense_is_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -182,6 +222,37 @@ def test_doctor_says_what_layer_it_asked_for():
     told = doctor.render(doctor.examine("sm_90"))
     assert all(f"M={m}" in told for m in TYPICAL_M)
     assert "a layer of N=3072, K=3072, bfloat16" in told
+
+
+def test_doctor_is_short_on_a_cpu_and_tells_all_when_asked(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["doctor"]) == 0
+    short = capsys.readouterr().out
+    assert short.startswith("Summary\n  formats: ")
+    assert "cpu: no GPU; every op runs as core/eager, plain PyTorch. --verbose says why" in short
+    assert "problems: none" in short
+    assert "int8_linear " not in short
+    assert main(["doctor", "--verbose"]) == 0
+    long = capsys.readouterr().out
+    assert all(f"\n  {op} " in long for op in problem_builders())
+    assert len(short.splitlines()) < 30 < len(long.splitlines())
+    notes = [line for line in long.splitlines() if line.startswith("      ") and "extension" in line]
+    assert all(note in short for note in notes), "what a package says of itself is never left out"
+
+
+def test_doctor_sums_up_a_gpu_and_its_problems():
+    report = doctor.examine("sm_90")
+    ops = report["devices"][0]["ops"]
+    slow = sum(any(doctor._is_slow(report["devices"][0], op, m) for m in asked) for op, asked in ops.items())
+    report["problems"], report["plugins"][0]["error"] = ["a first one"], "its file is damaged"
+    told = doctor.render(report, verbose=False)
+    word = f"{slow} of {len(ops)} ops take a slow path" if slow else "every op has a fast path"
+    assert f"cuda:0: NVIDIA H200, sm_90 (simulated); {word}" in told
+    assert "problems: 1, see the end" in told
+    assert told.endswith("Problems: 1\n  a first one")
+    assert f"{report['plugins'][0]['name']} is BROKEN: its file is damaged" in told
+    assert all(f"\n  {op} " in told for op in ops), "for a GPU every op is listed"
 
 
 def test_doctor_names_a_gpu_that_torch_has_no_code_for(monkeypatch):

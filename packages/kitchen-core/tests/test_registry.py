@@ -10,6 +10,7 @@ import torch
 
 from kitchen_core import UnsupportedError, explain, ops, registry, simulate, trace, use
 from kitchen_core.registry import Kernel, Problem
+from kitchen_core.testing.samples import SAMPLES
 
 
 def problem(op="int8_linear", **fields):
@@ -234,3 +235,53 @@ def test_nonsense_in_the_environment_is_refused(monkeypatch, nonsense):
     monkeypatch.setenv("KITCHEN_USE", nonsense)
     with simulate("sm_90"), pytest.raises(UnsupportedError, match="KITCHEN_USE names"):
         registry.select(problem())
+
+
+PARTS = [
+    (0, 64), (8, 64), (56, 64), (57, 64), (64, 64), (-1, 64), (0, 7), (0, 8), (0, None), (None, 64), (0.5, 64), ("0", "64"),
+    (0, 2.0**6), (8, 10**30), (True, 64), (8,), (), (0, 8, 64), 8, "08",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["awq_linear", "svdquant_linear", "scaled_mm_svdquant_w4a4"])
+@pytest.mark.parametrize("part", PARTS, ids=str)
+def test_explain_takes_and_refuses_the_parts_that_the_op_does(op, part):
+    arguments = list(next(sample for sample in SAMPLES if sample.op == op).make((3,), torch.bfloat16))
+    whole = explain(op, *arguments)
+    rows = whole.problem.N
+    scaled = isinstance(part, tuple) and len(part) == 2  # the list is for a weight of 8 rows
+    if scaled:
+        part = tuple(rows // 8 * number if type(number) is int and number < 2**32 else number for number in part)
+    told = explain(**whole.problem._asdict() | {"part": part})
+    assert (told.chosen is None) == (told.refused is not None)
+    if not scaled:
+        assert told.refused.startswith("part must be (part_first, part_of), ")
+        assert f"got {part!r}; leave it out for a weight that is whole" in told.refused
+        return
+    given = dict(zip(("part_first", "part_of"), part, strict=True))
+    if told.refused is None:
+        assert told.problem == explain(op, *arguments, **given).problem
+        assert getattr(ops, op)(*arguments, **given).shape[-1] == rows
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        explain(op, *arguments, **given)
+    assert told.refused == str(caught.value)
+    with pytest.raises((UnsupportedError, RuntimeError)):  # torch itself refuses what is no number
+        getattr(ops, op)(*arguments, **given)
+
+
+@pytest.mark.parametrize("part", [(0, 64), (8,), 8, "ab"], ids=str)
+def test_explain_refuses_a_part_where_the_op_takes_none(part):
+    told = explain("int8_linear", N=8, K=8, part=part)
+    assert told.refused.startswith(f"int8_linear takes no part of a weight, got part={part!r}; awq_linear, ")
+    assert told.chosen is None
+    assert str(told)
+
+
+def test_explain_refuses_arguments_that_the_op_does_not_take():
+    x, weight, scale = torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.int8), torch.ones(4)
+    with pytest.raises(UnsupportedError, match="int8_linear takes no part_first; it takes x, weight, weight_scale, "):
+        explain("int8_linear", x, weight, scale, part_first=0)
+    for arguments in ((x, weight), (x, weight, scale, *range(20))):
+        with pytest.raises(UnsupportedError, match=r"int8_linear takes x, weight, .*; .* positional argument"):
+            explain("int8_linear", *arguments)

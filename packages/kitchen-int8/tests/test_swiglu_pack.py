@@ -536,6 +536,17 @@ def test_where_a_gradient_is_wanted(form):
         assert_equal(mlp(x), stacked_result(mlp, x))
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_where_a_tangent_is_wanted(form, mode, x):
+    mlp = pack_gate_up(MLP(form, convrot_groupsize=64))
+    apart = MLP.forward.__get__(mlp)
+    with mode():
+        want, found = (torch.func.jvp(call, (x,), (x,)) for call in (apart, mlp))
+    assert want[1].abs().sum() > 0
+    for have, wanted in zip(found, want, strict=True):
+        assert_equal(have, wanted)
+
+
 def test_more_arguments_and_quantized_activations_go_to_the_modules_own_forward(x):
     class Scaled(MLP):
         def forward(self, x, scale=1.0):

@@ -741,8 +741,72 @@ def test_codes_that_nobody_explains(tmp_path):
 def test_all_refusals_are_counted(tmp_path):
     tensors, marker = comfy_layer("int8")
     layers = {f"l{i}": {**tensors, "comfy_quant": marker_tensor(marker)} for i in range(4)}
-    with pytest.raises(FormatError, match="4 layers are refused"):
+    with pytest.raises(
+        FormatError, match=r"4 layers are refused\. layer 'l0' and 3 more: nunchaku has no form"
+    ) as caught:
         km.convert_file(write(tmp_path / "s.safetensors", layers), tmp_path / "c.safetensors", "nunchaku")
+    assert str(caught.value).count("has no form") == 1
+    for number, format in enumerate(("w4a8", "w6a8")):
+        tensors, marker = comfy_layer(format)
+        layers[f"other: {number}"] = {**tensors, "comfy_quant": marker_tensor(marker)}
+    with pytest.raises(
+        FormatError, match=r"6 layers are refused\. layer 'l0' and 3 more: .*; layer 'other: 0': .*w4a8"
+    ) as caught:
+        km.convert_file(write(tmp_path / "s.safetensors", layers), tmp_path / "c.safetensors", "nunchaku")
+    assert str(caught.value).count("has no form") == 3
+
+
+CONTRADICTIONS = [
+    ("comfy", "gptq", "--from says gptq, and by its keys .* has 2 layers of comfy; leave --from away"),
+    ("autoawq", "comfy", "--from says comfy, and by its keys .* has 2 layers of AutoAWQ GEMM"),
+    ("autoawq", "gptq", "--from says gptq, and by its keys .* has 2 layers of AutoAWQ GEMM"),
+    ("nunchaku", "autoawq", "--from says autoawq, and by its keys .* has 2 layers of nunchaku SVDQuant"),
+    ("gptq", "nunchaku", "--from says nunchaku, and by its keys .* has 2 layers of GPTQ"),
+    ("gptq_v2 said", "gptq", "layer 'a' and 1 more: the header's .* says it is gptq_v2, and --from says gptq; leave"),
+    ("gptq said", "autoawq", "layer 'a' and 1 more: the header's .* says it is gptq, and --from says autoawq; leave"),
+    ("autoawq said", "gptq", "--from says gptq, and by its keys .* has 2 layers of AutoAWQ GEMM"),
+]
+
+
+@pytest.mark.parametrize(("stored", "said", "words"), CONTRADICTIONS)
+def test_a_from_that_contradicts_the_file_is_refused_with_what_was_found(stored, said, words, tmp_path):
+    name, _, with_config = stored.partition(" ")
+    metadata = None
+    if name == "comfy":
+        tensors, marker = comfy_layer("int8")
+        layer = {**tensors, "comfy_quant": marker_tensor(marker)}
+    elif name == "nunchaku":
+        layer = svdquant_layer()[1]
+    else:
+        _, layer, config = awq_layer(name)
+        metadata = {"quantization_config": json.dumps(config)} if with_config else None
+    source = write(tmp_path / "s.safetensors", {"a": layer, "b": layer}, metadata)
+    before = source.read_bytes()
+    for dry_run in (True, False):
+        with pytest.raises(FormatError, match=words):
+            km.convert_file(source, tmp_path / "c.safetensors", hints=Hints(said), dry_run=dry_run)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+    assert source.read_bytes() == before
+
+
+def test_a_from_is_for_the_layers_that_need_it(tmp_path):
+    """A file that mixes toolkits, or whose config names a tool whose layout another one shares."""
+    tensors, marker = comfy_layer("int8")
+    _, stored, config = awq_layer("gptq")
+    layers = {"a": {**tensors, "comfy_quant": marker_tensor(marker)}, "b": stored}
+    assert set(
+        km.convert_file(
+            write(tmp_path / "s.safetensors", layers), tmp_path / "c.safetensors", hints=Hints("gptq")
+        ).layers
+    ) == {"a", "b"}
+    metadata = {"quantization_config": json.dumps({**config, "quant_method": "auto-round"})}
+    source = write(tmp_path / "t.safetensors", {"b": stored}, metadata)
+    with pytest.raises(FormatError, match="auto-round"):
+        km.convert_file(source, tmp_path / "d.safetensors")
+    assert set(km.convert_file(source, tmp_path / "d.safetensors", hints=Hints("gptq")).layers) == {"b"}
+    metadata = {"quantization_config": json.dumps({k: v for k, v in config.items() if k != "checkpoint_format"})}
+    source = write(tmp_path / "u.safetensors", {"b": stored}, metadata)
+    assert set(km.convert_file(source, tmp_path / "e.safetensors", hints=Hints("gptq_v2")).layers) == {"b"}
 
 
 # ------------------------------------------------------------------------------------------------- files, shards, kills

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import kitchen_core
-from kitchen_core import QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.testing import same_state
 from kitchen_models import inspect_file, quantize_
+from kitchen_models.integrations._layers import quantized_layers as layers_of
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed here")
 BF16 = torch.bfloat16
@@ -57,10 +57,6 @@ def load(folder, **options):
 def run(model, inputs):
     with torch.no_grad():
         return model(**inputs).sample
-
-
-def layers_of(model) -> dict[str, QuantizedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
@@ -148,22 +144,6 @@ def test_incomplete_folder_names_the_layer(adapter, folder, tmp_path):
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(FormatError, match=r"transformer_blocks\.0\.attn\.to_q"):
         load(tmp_path)
-
-
-def test_config_survives_its_own_json(adapter):
-    config = adapter.KitchenConfig({"*.attn.*": ("w4a8", {"group_size": 32})}, format="int8")
-    again = adapter.KitchenConfig.from_dict(config.to_dict())
-    assert again.as_rules() == config.as_rules()
-
-
-def test_keys_that_a_newer_version_wrote_are_told_and_left_out(adapter, caplog):
-    config = adapter.KitchenConfig("int8")
-    again = adapter.KitchenConfig.from_dict({**config.to_dict(), "future": {"a": 1}, "version": 9})
-    assert again.as_rules() == config.as_rules()
-    assert "future, version" in caplog.text
-    caplog.clear()
-    adapter.KitchenConfig.from_dict(config.to_dict())
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("format", ["int8", "svdquant"])

@@ -65,8 +65,12 @@ def test_names_that_cannot_be_written(command, given, tmp_path, capsys):
         "x" * 235 + ".safetensors": ("File name too long", "another OUT"),
         "loop": ("a link that leads back to itself", "remove it"),
         ".": ("it is a folder", "name a file"),
-        "no/o.safetensors": ("does not exist", "make it first"),
         "a file/o.safetensors": ("Not a directory", "another OUT"),
+        "a file/b/o.safetensors": ("cannot make the folder", "Not a directory", "another OUT"),
+        "o.bin": ("'" + os.fspath(folder / "o.bin") + "'", "must end in .safetensors", "give such an OUT"),
+        "o": ("must end in .safetensors",),
+        ".safetensors": ("must end in .safetensors",),
+        "new/folder/o.bin": ("must end in .safetensors",),
     }.items():
         refused(cli.main(words_of(command, source, folder / name)), capsys.readouterr().err, *words)
     for target, words in (("/dev/full", "a device, pipe or socket"), (source, "the source")):
@@ -89,12 +93,27 @@ def test_sources_that_are_no_files(command, tmp_path, capsys):
 def test_links_are_followed_and_stay_links(command, given, tmp_path):
     source, folder = given(command), tmp_path / "out"
     folder.mkdir()
-    (folder / "link").symlink_to("behind")
+    (folder / "link.safetensors").symlink_to("behind")
+    link = folder / "link.safetensors"
     for _ in range(2):  # to a file that is not there yet, then to one that is
-        assert cli.main(words_of(command, source, folder / "link")) == 0
-        assert (folder / "link").is_symlink()
+        assert cli.main(words_of(command, source, link)) == 0
+        assert link.is_symlink()
         assert km.inspect_file(folder / "behind")["problems"] == []
-    assert sorted(p.name for p in folder.iterdir()) == ["behind", "link"]
+    assert sorted(p.name for p in folder.iterdir()) == ["behind", "link.safetensors"]
+
+
+@both
+def test_the_folder_of_the_output_is_made_and_goes_again_where_nothing_is_written(command, given, tmp_path, capsys):
+    source, target = given(command), tmp_path / "new" / "folder" / "o.safetensors"
+    assert cli.main([*words_of(command, source, target), "--dry-run"]) == 0
+    assert not (tmp_path / "new").exists()
+    assert cli.main(words_of(command, tmp_path / "absent.safetensors", target)) == 2
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "there").mkdir()
+    assert cli.main(words_of(command, tmp_path / "absent.safetensors", tmp_path / "there" / "o.safetensors")) == 2
+    assert (tmp_path / "there").is_dir(), "an empty folder that was there is not ours to remove"
+    assert cli.main(words_of(command, source, target)) == 0
+    assert [p.name for p in target.parent.iterdir()] == ["o.safetensors"]
 
 
 NAMES = ["重み ü.safetensors", "a\nb.safetensors", os.fsdecode(b"\xff\xfe.safetensors")]

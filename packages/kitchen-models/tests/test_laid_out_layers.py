@@ -2,6 +2,7 @@
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -124,6 +125,32 @@ def test_a_divided_layer_loads_what_it_saved(format, x, mesh):
     expected = divided(x)
     divided.load_state_dict(divided.state_dict())
     assert torch.equal(divided(x), expected)
+
+
+@pytest.mark.parametrize("what", [parallel.OUTPUTS, parallel.INPUTS])
+def test_a_refused_split_leaves_the_layout(laid_out, what):
+    before = dict(laid_out.named_parameters())
+    with pytest.raises(UnsupportedError, match="over 3 ranks"):
+        parallel.check_split(laid_out, what, 3)
+    assert parallel.check_split(laid_out, what, 2)["qdata"] == (0 if what == parallel.OUTPUTS else 1)
+    assert laid_out.format.is_resident(laid_out.inner())
+    assert all(laid_out.get_parameter(key) is parameter for key, parameter in before.items())
+
+
+def test_a_refused_plan_leaves_the_layouts_of_all_layers(format, laid_out):
+    """The first layer of the plan could be divided, the second cannot."""
+    fits = QuantizedLinear.from_linear(torch.nn.Linear(K, 96, dtype=torch.bfloat16), format)
+    assert OPTIMIZE[format](fits).reason is None
+    model = torch.nn.ModuleDict({"fits": fits, "wide": laid_out})
+    before = dict(model.named_parameters())
+    three_ranks = types.SimpleNamespace(ndim=1, size=lambda: 3)
+    plan = {"fits": parallel.ColwiseParallel(), "wide": parallel.ColwiseParallel()}
+    with pytest.raises(UnsupportedError, match=r"layer 'wide': .* its 64 outputs do not divide evenly"):
+        parallel.parallelize(model, three_ranks, plan)
+    for layer in model.values():
+        assert type(layer) is QuantizedLinear
+        assert layer.format.is_resident(layer.inner())
+    assert all(model.get_parameter(key) is parameter for key, parameter in before.items())
 
 
 def test_a_divided_layer_is_not_laid_out(format, mesh):

@@ -4,14 +4,22 @@ import math
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
 
-from kitchen_core import QuantizedLinear, installed_formats
+from kitchen_core import QuantizedLinear, QuantizedTensor, UnsupportedError, installed_formats
+from kitchen_models import parallel
 from kitchen_models.parallel import INPUTS, OUTPUTS, check_split, divided_dims
 
+TWO_RANKS = types.SimpleNamespace(ndim=1, size=lambda: 2)  # enough of a mesh for what is refused
+STYLES = ("ColwiseParallel", "RowwiseParallel")
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 import parallel_worker  # noqa: E402 - what the ranks run, and this process too
@@ -208,3 +216,84 @@ def test_a_scale_for_all_rows_is_whole_on_every_rank():
     tensors = layer.inner() | {"scale": torch.ones(1)}
     one = QuantizedLinear(tensors, layer.format, layer.config)
     assert check_split(one, OUTPUTS, 2) == {"qdata": 0, "scale": None}
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", CASES)
+def test_torchs_own_styles_are_refused_before_they_change_a_layer(case, style, one_rank):
+    layer = parallel_worker.layer(case)
+    x, before, theirs = parallel_worker.inputs()[0], dict(layer.named_parameters()), getattr(torch_parallel, style)
+    want, model = layer(x), nn.ModuleDict({"a": nn.Linear(8, 8), "b": layer})
+    with pytest.raises(UnsupportedError, match=f"layer 'b': torch's {style} does not know {layer.format.name}"):
+        parallel.parallelize(model, TWO_RANKS, {"a": theirs(), "b": theirs()})
+    with pytest.raises(UnsupportedError, match=r"weight of a QuantizedLinear .* styles .* of kitchen_models\.parallel"):
+        torch_parallel.parallelize_module(model["b"], one_rank, theirs())
+    assert not any(hasattr(parameter, "to_local") for parameter in model.parameters())
+    assert all(layer.get_parameter(key) is parameter for key, parameter in before.items())
+    assert torch.equal(layer(x), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case in ("int8", "awq", "svdquant")]
+)  # no float8: not sent by gloo
+def test_fully_sharded_layers_are_not_refused(case, one_rank):
+    """FSDP gathers what it divides before each forward, and loads parts in the place of parts."""
+    layer, x = parallel_worker.layer(case), parallel_worker.inputs()[0]
+    want, state = layer(x), {key: tensor.clone() for key, tensor in layer.named_parameters()}
+    fully_shard(layer, mesh=one_rank)
+    assert torch.equal(layer(x), want)
+    parts = {key: distribute_tensor(tensor, one_rank, [Shard(0)]) for key, tensor in state.items()}
+    layer.load_state_dict(parts, strict=False, assign=True)
+    assert torch.equal(layer(x), want)
+
+
+@torch.no_grad()
+def test_layers_that_are_distributed_by_others_are_refused(one_rank):
+    layer = parallel_worker.layer(next(iter(CASES)))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, one_rank), False)
+    with pytest.raises(UnsupportedError, match="distributed already, by something else"):
+        check_split(layer, OUTPUTS, 2)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+    torch_parallel.parallelize_module(model["b"], one_rank, parallel.ColwiseParallel())
+    with pytest.raises(UnsupportedError, match="layer 'b': torch has divided the layer already"):
+        parallel.parallelize(model, one_rank, {"*": parallel.ColwiseParallel()})
+    assert not any(hasattr(parameter, "to_local") for parameter in model["a"].parameters())
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("bad", ["norm", "style", "quantized tensor", "twice", "dims"])
+def test_a_plan_is_refused_before_its_first_layer_is_changed(name, bad):
+    style, weight = getattr(parallel, name)(), torch.randn(64, 256).bfloat16()
+    held = nn.Linear(256, 64, device="meta")
+    held.weight = nn.Parameter(QuantizedTensor.quantize(weight, next(iter(installed_formats()))), False)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.LayerNorm(8), "c": held})
+    mesh = types.SimpleNamespace(ndim=2, size=lambda: 2) if bad == "dims" else TWO_RANKS
+    plan, words = {
+        "norm": ({"b": style}, f"layer 'b': {name} divides an nn.Linear, .*, this is a LayerNorm"),
+        "style": ({"b": name}, f"'b' must have a style, such as ColwiseParallel.., got '{name}'"),
+        "quantized tensor": ({"c": getattr(torch_parallel, name)()}, "layer 'c': its weight is a QuantizedTensor"),
+        "twice": ({"[a]": style}, "layer 'a': the plan names it as 'a' as well"),
+        "dims": ({}, "one dim of a mesh, got 2 dims; take one"),
+    }[bad]
+    with pytest.raises(UnsupportedError, match=words):
+        parallel.parallelize(model, mesh, {"a": style, **plan})
+    assert not any(hasattr(parameter, "to_local") for parameter in model.parameters())
+
+
+def test_options_of_styles_are_checked_where_they_are_given():
+    for given in ("fp32", torch.int8, None, torch.float64):
+        with pytest.raises(UnsupportedError, match=r"sum_dtype is one of torch.float32, .*, got "):
+            parallel.RowwiseParallel(sum_dtype=given)
+    for given in ("no", 0, None):
+        with pytest.raises(UnsupportedError, match="bit_equal is True or False, got "):
+            parallel.ColwiseParallel(bit_equal=given)
+    assert parallel.RowwiseParallel(sum_dtype=torch.bfloat16).sum_dtype is torch.bfloat16

@@ -1,5 +1,6 @@
 """Quantizing files and models: every installed format, streaming, atomicity, dry run, errors."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -149,7 +150,110 @@ def test_refusals(source, tmp_path):
     save_file({**load_file(source), "blocks.0.mlp.fc1.weight_scale": torch.ones(3)}, tmp_path / "clash.safetensors")
     with pytest.raises(FormatError, match="quantizing its layer makes another"):
         km.quantize_file(tmp_path / "clash.safetensors", tmp_path / "q.safetensors", format="int8")
+    with pytest.raises(FormatError, match=r"must end in \.safetensors; give such an OUT"):
+        km.quantize_file(source, tmp_path / "q.bin", format="int8")
+    with pytest.raises(FormatError, match=r"must end in \.safetensors"):
+        km.quantize_file(source, tmp_path / "q.safetensors.index.json", format="int8", dry_run=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clash.safetensors", "source.safetensors"]
+
+
+@pytest.mark.parametrize("value", ["[1,2]", "word", "16.5", "null", '{"a": 1}'])
+def test_options_of_the_wrong_kind_are_refused_with_the_rule(value, source, tmp_path, kitchen):
+    with pytest.raises(UnsupportedError, match=r"\*=int8\(convrot_groupsize=.*wrong kind for int8_tensorwise"):
+        kitchen(
+            "quantize", source, tmp_path / "q.safetensors", "--format", "int8", "--option", f"convrot_groupsize={value}"
+        )
     assert not (tmp_path / "q.safetensors").exists()
+
+
+def test_options_that_no_layer_takes_are_told_as_such(source, tmp_path, kitchen):
+    with pytest.raises(UnsupportedError, match=r"power of 4.*got 3.*; give the format other options, or take another"):
+        kitchen("quantize", source, tmp_path / "q.safetensors", "--format", "int8", "--convrot-groupsize", "3")
+
+
+def quantized_already(source, path):
+    km.quantize_file(source, path, {"*.q": "int8", "*fc*": "int8"})
+
+
+def in_float8(source, path):
+    save_file({k: v.to(torch.float8_e4m3fn) if v.dim() == 2 else v for k, v in load_file(source).items()}, path)
+
+
+def of_another_toolkit(source, path):
+    words = torch.zeros(128, 16, dtype=torch.int32)
+    state = {
+        "l.qweight": words,
+        "l.qzeros": words[:4].clone(),
+        "l.scales": torch.ones(4, 128),
+        "norm.weight": torch.ones(128),
+    }
+    save_file(state, path)
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "reason", "told"),
+    [
+        (
+            quantized_already, "blocks.0.mlp.fc1", "quantized already: int8_tensorwise",
+            ["3 (quantized already: int8_tensorwise)", "1 (embeddings", "give the float file", "kitchen convert"],
+        ),
+        (
+            in_float8, "blocks.0.mlp.fc1", "float8_e4m3fn: only float32, float16 and bfloat16",
+            ["6 matrices left as they are: 6 (float8_e4m3fn: only", "make them bfloat16 first (times their scales"],
+        ),
+        (
+            of_another_toolkit, "l", "quantized already, by a toolkit whose file has a qweight",
+            ["1 matrix left as it is: 1 (quantized already, by a toolkit", "give the float file", "kitchen convert"],
+        ),
+    ],
+)  # fmt: skip
+def test_why_nothing_is_quantized_is_said_of_each_layer_with_what_to_do(
+    make, layer, reason, told, source, tmp_path, kitchen, capsys
+):
+    make(source, tmp_path / "in.safetensors")
+    words = ("quantize", tmp_path / "in.safetensors", tmp_path / "q.safetensors", "--format", "int8")
+    with pytest.raises(UnsupportedError, match="nothing to do") as refused:
+        kitchen(*words)
+    assert all(word in str(refused.value) for word in told), refused.value
+    capsys.readouterr()
+    with pytest.raises(UnsupportedError, match="nothing to do") as dry:
+        kitchen(*words, "--dry-run")
+    assert str(dry.value) == str(refused.value)
+    found = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert reason in found[layer]
+    with pytest.raises(UnsupportedError, match="nothing to do"):
+        kitchen(*words, "--dry-run", "--json")
+    reasons = {entry["layer"]: entry["why"] for entry in json.loads(capsys.readouterr().out)["layers"]}
+    assert reasons[layer].startswith(reason)
+    assert not (tmp_path / "q.safetensors").exists()
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.04, "0.0 s: "), (20.0, "20.0 s (10.74 KiB/s): ")])
+def test_the_last_line(seconds, told, source, tmp_path, kitchen, capsys, monkeypatch):
+    """What stayed, and no speed of a run that was too short to have one."""
+    real = km.quantize_file
+
+    def timed(*arguments):
+        return dataclasses.replace(real(*arguments), seconds=seconds, bytes_before=220_000)
+
+    monkeypatch.setattr("kitchen_models.quantize.quantize_file", timed)
+    target = tmp_path / "q.safetensors"
+    assert kitchen("quantize", source, target, "--rules", "*.q=int8") == 0
+    line = capsys.readouterr().out
+    assert "; 5 matrices left as they are: 5 (no rule matches it); " in line
+    assert line.endswith(f"; {told}{target}\n")
+    assert kitchen("quantize", source, target, "--rules", "*=int8") == 0
+    assert "; there is no other weight matrix; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_use_a_calibration_are_told_of_it(name, source, tmp_path, kitchen, capsys):
+    words = ("quantize", source, tmp_path / "q.safetensors", "--format", name)
+    assert kitchen(*words) == 0
+    told = capsys.readouterr().err
+    assert (f"3 {name} without --calibration FILE" in told) == get_format(name).uses_calibration
+    assert kitchen(*words, "--json") == 0
+    assert "calibration" not in capsys.readouterr().err
 
 
 def test_dry_run_lists_every_layer_and_writes_nothing(source, tmp_path, kitchen, capsys):
@@ -256,7 +360,7 @@ MEASURE = """
     import resource, sys, torch
     import kitchen_models as km
     torch.set_num_threads(1)
-    km.quantize_file(sys.argv[3], sys.argv[2] + ".warm", "*=int8")
+    km.quantize_file(sys.argv[3], sys.argv[2] + ".warm.safetensors", "*=int8")
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     before = peak()
@@ -349,7 +453,7 @@ def test_report_counts_bytes_and_formats(model):
 
 
 def test_a_pipe_as_output_is_refused_and_stays_a_pipe(source, tmp_path):
-    pipe = tmp_path / "pipe"
+    pipe = tmp_path / "pipe.safetensors"
     os.mkfifo(pipe)
     with pytest.raises(FormatError, match="not a file"):
         km.quantize_file(source, pipe, format="int8")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import kitchen_core
-from kitchen_core import QuantizedLinear
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.testing import same_state
 from kitchen_models import inspect_file, quantize_, quantize_file
+from kitchen_models.integrations._layers import quantized_layers as layers_of
 from kitchen_models.offload import BlockOffload
 
 transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed here")
@@ -66,10 +66,6 @@ def load(folder, **options):
 def run(model, ids):
     with torch.no_grad():
         return model(input_ids=ids).logits
-
-
-def layers_of(model) -> dict[str, QuantizedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @pytest.mark.parametrize("format", ["int8", "w4a8", "awq", "svdquant"])
@@ -388,22 +384,6 @@ def test_fused_experts_stay_as_they_are(adapter, ids, tmp_path):
     again = load(tmp_path / "again")
     assert same_state(again.state_dict(), model.state_dict())
     assert torch.equal(run(again, ids), run(model, ids))
-
-
-def test_config_survives_its_own_json(adapter):
-    config = adapter.KitchenConfig({"*.attn.*": ("w4a8", {"group_size": 32})}, format="int8")
-    again = adapter.KitchenConfig.from_dict(json.loads(config.to_json_string()))
-    assert again.as_rules() == config.as_rules()
-
-
-def test_keys_that_a_newer_version_wrote_are_told_and_left_out(adapter, caplog):
-    config = adapter.KitchenConfig("int8")
-    again = adapter.KitchenConfig.from_dict({**config.to_dict(), "future": {"a": 1}, "version": 9})
-    assert again.as_rules() == config.as_rules()
-    assert "future, version" in caplog.text
-    caplog.clear()
-    adapter.KitchenConfig.from_dict(config.to_dict())
-    assert not caplog.text
 
 
 def test_an_autoawq_folder_becomes_one_that_loads(adapter, folders, ids, tmp_path):

@@ -32,14 +32,41 @@ def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys
     target, picture = tmp_path / "q.safetensors", tmp_path / "error.png"
     km.quantize_file(source, target, format="int8")
     assert kitchen("verify", source, target, "--plot", picture, "--max-error", "0.5") == 0
-    assert "3 layers changed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3 layers changed" in told
+    assert told.endswith(f"plot: {picture}\n")
+    assert kitchen("verify", source, target, "--plot", picture, "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["identical"]
+    assert f"plot: {picture}" in captured.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert kitchen("verify", source, target, "--max-error", "1e-6", "--json") == 1
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["layers"]) == 3
     assert "3 layers exceed --max-error" in captured.err
-    with pytest.raises(FormatError, match="cannot write the plot"):
+    with pytest.raises(
+        FormatError, match=r"cannot write the plot.*No such file.*give a path in a folder that is there"
+    ):
         kitchen("verify", source, target, "--plot", tmp_path / "no" / "x.png")
+    with pytest.raises(FormatError, match=r"cannot write the plot.*give a path ending in \.png"):
+        kitchen("verify", source, target, "--plot", tmp_path / "x.doc")
+    for name in ("", tmp_path / "noending"):
+        with pytest.raises(FormatError, match=r"its ending says what to write; give a path ending in \.png"):
+            kitchen("verify", source, target, "--plot", name)
+    assert {p.name for p in tmp_path.iterdir()} == {"source.safetensors", "q.safetensors", "error.png"}
+    for number in ("nan", "-1", "many"):
+        with pytest.raises(SystemExit):
+            kitchen("verify", source, target, "--max-error", number)
+        assert f"must be a number of 0 or more, such as 0.02, got '{number}'" in capsys.readouterr().err
+
+
+def test_files_in_the_wrong_order_are_not_said_to_have_no_error(source, tmp_path, kitchen, capsys):
+    target = tmp_path / "q.safetensors"
+    km.quantize_file(source, target, format="int8")
+    assert kitchen("verify", target, source) == 1
+    told = capsys.readouterr().out
+    assert "no float layer of A is quantized in B" in told
+    assert "over all quantized weights" not in told
 
 
 def test_a_plot_that_cannot_be_written_costs_the_picture_alone(source, tmp_path, kitchen, capsys):

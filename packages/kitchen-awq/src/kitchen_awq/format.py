@@ -15,6 +15,7 @@ from kitchen_core.calibration import check_calibration
 from kitchen_core.devices import DeviceFacts
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
+from kitchen_core.ops._check import part_numbers
 
 from . import resident, resident_ops
 from ._extension import EXTENSION
@@ -110,6 +111,7 @@ class AWQFormat(Format):
     @classmethod
     def lay_resident(cls, tensors: Tensors, config: AWQConfig, storage: torch.Tensor | None = None) -> Tensors:
         """As every format; scales and zeros stay as they are."""
+        cls.check_names(tensors)
         return {**tensors, "qdata": resident.pack(tensors["qdata"], storage)}
 
     @classmethod
@@ -129,13 +131,25 @@ class AWQFormat(Format):
     ):  # fmt: skip
         return cls._op(tensors)(
             x, tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size, out_dtype, input_act,
-            input_act_weight, input_act_eps, residual, residual_scale, None, *(part or ()),
+            input_act_weight, input_act_eps, residual, residual_scale, None, *cls._part(tensors, part),
         )  # fmt: skip
 
     @classmethod
     def _op(cls, tensors: Tensors):
         """The linear op for the layout of the codes."""
         return resident_ops.linear if cls.is_resident(tensors) else ops.awq_linear
+
+    @classmethod
+    def _part(cls, tensors: Tensors, part: Any) -> tuple[int | None, ...]:
+        """The last arguments of that op, which takes none where codes are in the resident layout."""
+        if part is None:
+            return ()
+        if cls.is_resident(tensors):
+            raise UnsupportedError(
+                f"{cls.name}: a weight in the resident layout is a whole one, got part={part!r}; give what is stored: "
+                "format.stored(tensors, config)"
+            )
+        return part_numbers(part)
 
     @classmethod
     def quantize_activation(
@@ -153,7 +167,8 @@ class AWQFormat(Format):
         # weight_dtype: x may have become fp32 in its activation, the weight decodes to the original dtype all the same
         return cls._op(tensors)(
             activation.tensors["x"], tensors["qdata"], tensors["scale"], tensors["zeros"], bias, config.group_size,
-            out_dtype or activation.dtype, "none", None, 0.0, residual, residual_scale, activation.dtype, *(part or ()),
+            out_dtype or activation.dtype, "none", None, 0.0, residual, residual_scale, activation.dtype,
+            *cls._part(tensors, part),
         )  # fmt: skip
 
     @classmethod

@@ -30,7 +30,7 @@ def linear(
         wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps, residual, residual_scale,
         weight_dtype,
     )  # fmt: skip
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
         with torch._C._DisableFuncTorch():  # the weight is no part of a transform of torch.func
             stored = unpack(codes)
         return ops.awq_linear(x, stored, *rest)

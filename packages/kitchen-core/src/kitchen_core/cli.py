@@ -76,6 +76,12 @@ def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
         description="Report versions, GPUs, plug-ins and the kernel that each op would use. Exit code 1: a problem.",
     )  # fmt: skip
     _add_device_options(parser)
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="every plug-in by itself, and each op on the CPU with its reasons too",
+    )
     parser.set_defaults(func=_doctor)
 
 
@@ -83,7 +89,7 @@ def _doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
     report = doctor.examine(options.simulate, options.name)
-    print(json.dumps(report, indent=2) if options.json else doctor.render(report))
+    print(json.dumps(report, indent=2) if options.json else doctor.render(report, options.verbose))
     return EXIT_PROBLEM if report["problems"] else 0
 
 
@@ -118,13 +124,14 @@ def _add_explain(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _count(text: str) -> int:
-    """A number of rows, columns or bits."""
+    """A number of rows, columns or bits, no larger than a tensor can have them."""
     try:
         number = int(text)
     except ValueError:
         number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be a whole number of 0 or more, got {text!r}")
+    if not 0 <= number < 2**63:
+        allowed = "at most 2^63 - 1, as sizes of tensors are" if number >= 0 else "a whole number of 0 or more"
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text[:40]!r}{'...' if len(text) > 40 else ''}")
     return number
 
 
@@ -132,10 +139,9 @@ def _explain(options: argparse.Namespace) -> int:
     import torch
 
     from . import doctor
-    from .arithmetic import rotation_group
     from .explanation import explain
     from .ops._define import problem_builders
-    from .typical import typical
+    from .typical import typical, usual_rotation
 
     dtype = getattr(torch, options.dtype) if options.dtype else None
     fields = typical(options.op, M=1, dtype=dtype)
@@ -144,8 +150,8 @@ def _explain(options: argparse.Namespace) -> int:
     if foreign and options.op in problem_builders():
         own = ", ".join(name for name in _SIZES if fields.get(name))
         raise UnsupportedError(f"{options.op} has no {', '.join(foreign)}; what it depends on: {own}")
-    if "rotation" not in asked and fields.get("rotation"):  # as a layer of this width is quantized
-        fields["rotation"] = rotation_group(asked.get("K", fields["K"]), fields["rotation"])
+    if "rotation" not in asked:  # as a layer of this width is quantized
+        fields["rotation"] = usual_rotation(options.op, asked.get("K", fields["K"]))
     assumed = [f"{name}={fields[name]}" for name in _SIZES if fields.get(name) and name not in asked]
     assumed += [] if options.dtype else ["bfloat16"]
     words = tuple(sorted({*fields.pop("options", ()), *options.option}))

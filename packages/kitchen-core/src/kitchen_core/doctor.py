@@ -158,22 +158,60 @@ def explanation_as_dict(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def render(report: dict[str, Any]) -> str:
-    """The report as text."""
-    lines = ["Versions"]
-    lines += [f"  {name:14} {value}" for name, value in report["versions"].items()]
-    lines += [f"  {'driver':14} {report['driver']}", "Plug-ins"]
-    for plugin in report["plugins"]:
-        state = f"BROKEN: {plugin['error']}" if plugin["error"] else "ok"
-        lines.append(f"  {plugin['group']:16} {plugin['name']:18} {plugin['distribution']:30} {state}")
-        lines += [f"      {note}" for note in plugin["notes"]]
-    if not report["plugins"]:
-        lines.append("  none installed; formats come as packages: pip install kitchen-int8, kitchen-w4a8, ...")
+def render(report: dict[str, Any], verbose: bool = True) -> str:
+    """The report as text: a summary, then details. Not ``verbose``: packages in a line each, the CPU's ops in one."""
+    problems, plugins = report["problems"], report["plugins"]
+    formats = [plugin["name"] for plugin in plugins if plugin["group"] == "kitchen.formats" and not plugin["error"]]
+    end = (
+        [f"Problems: {len(problems)}", *(f"  {problem}" for problem in problems)] if problems else ["No problems found"]
+    )
+    lines = [
+        "Summary",
+        f"  formats: {', '.join(formats) or 'none; they come as packages: pip install kitchen-int8, kitchen-w4a8, ...'}",
+        *(f"  {device['device']}: {_in_short(device)}" for device in report["devices"]),
+        f"  problems: {len(problems) or 'none'}{', see the end' if problems else ''}",
+        "Versions",
+        *(f"  {name:14} {value}" for name, value in report["versions"].items()),
+        f"  {'driver':14} {report['driver']}",
+        "Plug-ins" if plugins else "Plug-ins: none installed",
+    ]
+    if verbose:
+        for plugin in plugins:
+            state = f"BROKEN: {plugin['error']}" if plugin["error"] else "ok"
+            lines.append(f"  {plugin['group']:16} {plugin['name']:18} {plugin['distribution']:30} {state}")
+            lines += [f"      {note}" for note in plugin["notes"]]
+    else:
+        lines += _packages(plugins)
     for device in report["devices"]:
-        lines += _render_device(device)
-    lines.append("Problems" if report["problems"] else "No problems found")
-    lines += [f"  {problem}" for problem in report["problems"]]
-    return "\n".join(lines)
+        if verbose or device["facts"]["arch"] != "cpu":
+            lines += _render_device(device)
+    return "\n".join(lines + end)
+
+
+def _in_short(device: dict[str, Any]) -> str:
+    """A device in a line: its name, and where its ops run, if they are few words."""
+    facts, cases = device["facts"], [case for ops in device["ops"].values() for case in ops.values()]
+    if facts["arch"] == "cpu":
+        chosen = ", ".join(sorted({str(case["chosen"]) for case in cases}))
+        return f"no GPU; every op runs as {chosen}, plain PyTorch. --verbose says why, --as sm_90 what a GPU would run"
+    slow = [op for op, asked in device["ops"].items() if any(_is_slow(device, op, m) for m in asked)]
+    words = f"{len(slow)} of {len(device['ops'])} ops take a slow path" if slow else "every op has a fast path"
+    return f"{facts['name']}, {facts['arch']}{' (simulated)' if facts['simulated'] else ''}; {words}"
+
+
+def _packages(plugins: list[dict[str, Any]]) -> list[str]:
+    """A line for each distribution, with the names of what it adds and, below, what is said of it."""
+    lines = []
+    for distribution in sorted({plugin["distribution"] for plugin in plugins}):
+        mine = [plugin for plugin in plugins if plugin["distribution"] == distribution]
+        adds: dict[str, str] = {}
+        for plugin in mine:
+            kind = plugin["group"].rpartition(".")[2]
+            adds[kind] = f"{adds[kind]}, {plugin['name']}" if kind in adds else f"{kind}: {plugin['name']}"
+        lines.append(f"  {distribution:30} {'; '.join(adds.values())}")
+        lines += [f"      {plugin['name']} is BROKEN: {plugin['error']}" for plugin in mine if plugin["error"]]
+        lines += [f"      {note}" for plugin in mine for note in plugin["notes"]]
+    return lines
 
 
 def _render_device(device: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from . import ops
 from .arithmetic import INPUT_ACTS
 from .devices import device_facts
 from .errors import UnsupportedError
-from .ops._check import FLOAT_DTYPES, names
+from .ops._check import FLOAT_DTYPES, check_part, names, part_numbers
 from .ops._define import check_sizes, problem_builders
 from .ops.w4a8 import W4A8_LEVELS
 from .registry import Explanation, Problem, explain_problem
+from .typical import usual_rotation
+
+MAX_SIZE = 2**63 - 1  # of a tensor's dim, and of its bytes
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
@@ -22,7 +26,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     ``explain("int8_linear", x, weight, weight_scale)`` takes the op's own arguments;
     ``explain("int8_linear", M=1, N=3072, K=3072, dtype=torch.bfloat16, device="cuda")`` takes a problem's fields,
-    for a device that need not be there when one is simulated. Print the result, or read ``candidates`` and ``chosen``;
+    for a device that need not be there when one is simulated; a ``rotation`` that is not given is the one that a layer of
+    such a K gets, and a note says so. Print the result, or read ``candidates`` and ``chosen``;
     where the op itself refuses such sizes or knows no such option, ``refused`` says why and nothing is chosen.
     Raises UnsupportedError for an unknown op or field, or arguments that the op itself would refuse.
     """
@@ -30,19 +35,47 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     if op not in builders:
         raise UnsupportedError(f"unknown op {op!r}; known: {', '.join(sorted(builders))}")
     if args:
-        return explain_problem(builders[op](*args, **kwargs))
+        return explain_problem(_problem_of_call(op, args, kwargs))
     fields = {"M": 1, "N": 1, "K": 1, "dtype": torch.bfloat16, "device": "cpu", **kwargs}
     fields.setdefault("out_dtype", fields["dtype"])
+    assumed = 0 if "rotation" in kwargs else usual_rotation(op, fields["K"])
+    fields.setdefault("rotation", assumed)
     unknown = set(fields) - set(Problem._fields)
     if unknown:
         raise UnsupportedError(f"unknown fields {sorted(unknown)}; a problem has {', '.join(Problem._fields[1:])}")
+    part = fields.pop("part", None)
+    notes = (f"rotation={assumed} is assumed, as it was not given; rotation=0 asks for no rotation",) if assumed else ()
     problem = Problem(op=op, **{**fields, "device": torch.device(fields["device"])})
     try:
         check_sizes(problem)
+        _check_bytes(problem)
         _check_options(problem)
+        problem = problem._replace(part=_checked_part(problem, part))
     except UnsupportedError as error:
-        return Explanation(problem, device_facts(problem.device), (), None, refused=str(error))
-    return explain_problem(problem)
+        return Explanation(problem, device_facts(problem.device), (), None, notes, refused=str(error))
+    found = explain_problem(problem)
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _problem_of_call(op: str, args: tuple, kwargs: dict[str, Any]) -> Problem:
+    taken = ", ".join(argument.name for argument in getattr(torch.ops.kitchen, op).default._schema.arguments)
+    unknown = [name for name in kwargs if not accepts(op, name)]
+    if unknown:
+        raise UnsupportedError(f"{op} takes no {', '.join(unknown)}; it takes {taken}")
+    try:
+        return problem_builders()[op](*args, **kwargs)
+    except TypeError as error:
+        raise UnsupportedError(f"{op} takes {taken}; {error}") from error
+
+
+def _checked_part(problem: Problem, part: Any) -> tuple[int, int] | None:
+    """As the op itself checks part_first and part_of."""
+    if part is None:
+        return None
+    taking = [op for op in sorted(problem_builders()) if accepts(op, "part_first", "part_of")]
+    if problem.op not in taking:
+        raise UnsupportedError(f"{problem.op} takes no part of a weight, got part={part!r}; {', '.join(taking)} do")
+    return check_part(problem.N, *part_numbers(part))
 
 
 def option_words(op: str) -> list[str]:
@@ -58,6 +91,7 @@ def option_words(op: str) -> list[str]:
         "levels": [f"levels={levels}" for levels in W4A8_LEVELS],
         "seed": ["stochastic"],
         "wscales": [f"scales={dtype}" for dtype in dtypes],
+        "proj_up": [f"proj_up={dtype}" for dtype in dtypes],
         "weight_dtype": [f"weight_dtype={dtype}" for dtype in dtypes],
         "s_rel": ["fp32_scales"],
         "scale_dtype": ["fp32_scales"],
@@ -65,6 +99,24 @@ def option_words(op: str) -> list[str]:
         "x_scale": ["loose_codes"],
     }
     return words + [word for name in taken for word in by_argument.get(name, ())]
+
+
+def _check_bytes(problem: Problem) -> None:
+    """Raises UnsupportedError for sizes that no tensor can have."""
+    m, n, k = problem.M, problem.N, problem.K
+    for name in ("M", "N", "K", "group", "rotation", "rank", "bits"):
+        if getattr(problem, name) > MAX_SIZE:
+            raise UnsupportedError(f"{name} is more than 2^63 - 1, the largest size that a tensor can have")
+    for tensor, nbytes in (
+        ("x [M, K]", m * k * problem.dtype.itemsize),
+        ("a weight [N, K]", n * k * problem.bits // 8),
+        ("an output [M, N]", m * n * problem.out_dtype.itemsize),
+        ("a low-rank branch [max(N, K), rank]", max(n, k) * problem.rank),
+    ):
+        if nbytes > MAX_SIZE:
+            raise UnsupportedError(
+                f"{tensor} with M={m}, N={n}, K={k} would take {nbytes} bytes, and a tensor can have at most 2^63 - 1"
+            )
 
 
 def _check_options(problem: Problem) -> None:

@@ -168,7 +168,7 @@ class Format:
     def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> Tensors:
         """Stored tensors in the resident layout: in ``storage``, the bytes of the ``resident_tensors``, or in new memory.
 
-        Nothing may fail once ``storage`` is written to.
+        Nothing may fail once ``storage`` is written to. Raises FormatError for tensors that are laid out so.
         """
         raise NotImplementedError
 

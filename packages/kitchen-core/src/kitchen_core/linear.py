@@ -169,6 +169,19 @@ class QuantizedLinear(nn.Linear):
 
     # ------------------------------------------------------------------------------------- moving and loading
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module. Raises UnsupportedError where a part is put in place of a whole tensor, as torch's own tensor-parallel
+        styles do; the layer is as it was then.
+        """
+        held = self._parameters.get(name)
+        cut = any(placement.is_shard() for placement in getattr(param, "placements", ()))  # of a DTensor
+        if cut and held is not None and not hasattr(held, "placements"):
+            raise UnsupportedError(
+                f"{name} of a QuantizedLinear would be divided over devices by what does not know {self.format.name}, such as "
+                "torch's ColwiseParallel and RowwiseParallel; use the styles of these names of kitchen_models.parallel"
+            )
+        super().register_parameter(name, param)
+
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedLinear:
         """Quantized layers are inference only."""
         if requires_grad:

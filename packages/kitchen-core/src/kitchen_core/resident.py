@@ -34,7 +34,8 @@ def optimize_for_decode(weight: QuantizedTensor | QuantizedLinear, storage: torc
 
     Nothing of it is saved: pickling, ``torch.save`` and ``state_dict`` give what is stored, and a layer that loads a state dict
     (or is copied by ``copy.deepcopy``, which pickles it) holds that again. Stored tensors that are put into it by other ways
-    (``functional_call``, ``.data``) are known by their dtype and shape and taken for what they are.
+    (``functional_call``, ``.data``) are known by their dtype and shape and taken for what they are. They are not copied into a
+    laid out parameter, which is of another size, so that its ``copy_`` raises: use the layer's ``load_state_dict``.
 
     Two weights that share memory must not both be laid out in place, and a backward of a forward that was made before reads the
     moved bytes.

@@ -359,9 +359,12 @@ def _copy_(func: Any, self: Any, source: Any, non_blocking: bool = False) -> Any
     if not isinstance(self, QuantizedTensor):
         return func(self, source.dequantize(), non_blocking)
     if not isinstance(source, QuantizedTensor):
+        taken = f"copy_ into a quantized weight takes a quantized weight ({self._format.name}), got"
+        if source.dtype.is_floating_point:
+            raise UnsupportedError(f"{taken} a dense {list(source.shape)} tensor; use weight.requantize(dense)")
         raise UnsupportedError(
-            f"copy_ into a quantized weight takes a quantized weight ({self._format.name}), got a dense "
-            f"{list(source.shape)} tensor; use weight.requantize(dense)"
+            f"{taken} {source.dtype} {list(source.shape)}; of all stored tensors, as a state dict has them, make one: "
+            "QuantizedTensor(format.from_state_dict(state, prefix), format, config, dtype)"
         )
     mine, theirs, format = self.inner(), source.inner(), self._format
     same = source._format is format and source.config == self.config and source.transposed == self.transposed

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .arithmetic import rotation_group
+
 TYPICAL_M = (1, 4096)
 
 _LAYER = {"N": 3072, "K": 3072}
@@ -39,6 +41,12 @@ _TYPICAL: dict[str, dict[str, Any]] = {
     "awq_linear": {**_LAYER, **_AWQ},
     "dequantize_awq": {**_LAYER, **_CODES, **_AWQ, "M": 0},
 }
+
+
+def usual_rotation(op: str, in_features: int) -> int:
+    """The ConvRot group that a layer of so many columns gets where nothing else is asked; 0 for an op that has none."""
+    wanted = _TYPICAL.get(op, {}).get("rotation", 0)
+    return rotation_group(in_features, wanted) if wanted and isinstance(in_features, int) and in_features > 0 else 0
 
 
 def typical(op: str, M: int, dtype: torch.dtype | None = None) -> dict[str, Any]:

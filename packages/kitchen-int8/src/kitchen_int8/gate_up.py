@@ -18,6 +18,7 @@ from kitchen_core.errors import UnsupportedError
 from kitchen_core.formats import Tensors
 from kitchen_core.linear import QuantizedLinear
 from kitchen_core.ops import int8_gate_up_mlp
+from kitchen_core.ops._autograd import wants_grad
 from kitchen_core.reference.int8 import stacked_rows
 from kitchen_core.tensor import QuantizedTensor
 
@@ -123,9 +124,7 @@ class PackedGateUp(nn.Module):
             return super().forward(*args)
         x = cast_for_autocast(args[0])
         gate, up, down = found
-        if torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (x, gate.bias, up.bias, down.bias)
-        ):
+        if any(wants_grad(x, layer.bias) for layer in found):
             return super().forward(*args)
         return int8_gate_up_mlp(
             x, gate.tensors["qdata"], gate.tensors["scale"], up.tensors["qdata"], up.tensors["scale"],

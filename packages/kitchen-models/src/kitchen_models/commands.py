@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _CHECKPOINT = "a .safetensors file, or the .safetensors.index.json of a sharded one"
@@ -20,6 +22,29 @@ def _print(options: argparse.Namespace, as_json: dict[str, Any], render: Callabl
         print(json.dumps(as_json, indent=2))
     else:
         render()
+
+
+@contextlib.contextmanager
+def _folder_of(options: argparse.Namespace) -> Iterator[None]:
+    """Makes the folder of OUT where it is missing; one that is still empty after a refusal goes again."""
+    folder = os.path.dirname(os.path.realpath(options.output))
+    missing = []
+    while not options.dry_run and not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    try:
+        if missing:
+            os.makedirs(missing[0], exist_ok=True)
+        yield
+    except BaseException as error:
+        for made in missing:
+            with contextlib.suppress(OSError):  # it holds something, or was never made
+                os.rmdir(made)
+        if missing and isinstance(error, OSError) and error.filename in missing:
+            from kitchen_core.errors import FormatError
+
+            raise FormatError(f"cannot make the folder {missing[0]!r}: {error.strerror}; give another OUT") from error
+        raise
 
 
 def inspect_command(subparsers: argparse._SubParsersAction) -> None:
@@ -47,7 +72,7 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
         "quantize", help="quantize a checkpoint of any size",
         description="Quantize the linear layers of a safetensors file, layer by layer. Without --format only layers that a "
         "rule names are touched. Embeddings, norms, the output head and layers under 64 features stay as they are unless "
-        "a rule names them. OUT appears complete or not at all.",
+        "a rule names them. OUT appears complete or not at all; its folder is made where it is missing.",
     )  # fmt: skip
     parser.add_argument("input", metavar="IN", help=_CHECKPOINT)
     parser.add_argument("output", metavar="OUT", help="the .safetensors file to write")
@@ -80,7 +105,7 @@ def quantize_command(subparsers: argparse._SubParsersAction) -> None:
 def _quantize(options: argparse.Namespace) -> int:
     from kitchen_core.errors import UnsupportedError
 
-    from .console import print_table, progress_bar
+    from .console import print_table, progress_bar, size
     from .quantize import quantize_file
     from .rules import Rules, parse_option, shown
 
@@ -95,7 +120,7 @@ def _quantize(options: argparse.Namespace) -> int:
         from .report import check_folder
 
         check_folder(options.report)
-    with progress_bar() as progress:
+    with _folder_of(options), progress_bar() as progress:
         report = quantize_file(
             options.input, options.output, rules, options.format, given, options.dry_run, progress, options.calibration
         )  # fmt: skip
@@ -107,14 +132,23 @@ def _quantize(options: argparse.Namespace) -> int:
         write_report(options.input, options.output, options.report, options.calibration)
     if options.json:
         print(json.dumps({**report.as_json(), "dry_run": options.dry_run, "summary": report.summary()}, indent=2))
+        report.refuse_nothing()
         return 0
     if options.dry_run:
         print_table(
             ["layer", "shape", "dtype", "format", "config", "rule", "reason"], [shown(d) for d in report.decisions]
         )
-    speed = f"{report.seconds:.1f} s ({report.bytes_before / max(report.seconds, 1e-9) / 1e6:.0f} MB/s)"
-    ending = "dry run: nothing was written" if options.dry_run else f"{speed}: {options.output}"
+        report.refuse_nothing()
+    speed = f" ({size(report.bytes_before / report.seconds)}/s)" if report.seconds >= 1 else ""  # else it says nothing
+    ending = "dry run: nothing was written" if options.dry_run else f"{report.seconds:.1f} s{speed}: {options.output}"
     print(f"{report.summary()}; {ending}")
+    if report.uncalibrated:
+        formats = ", ".join(f"{count} {name}" for name, count in report.uncalibrated.items())
+        print(
+            f"kitchen quantize: {formats} without --calibration FILE, which makes it more accurate, at 4 bits by far: "
+            "kitchen_models.calibrate sees the model run, kitchen_models.save_calibration writes FILE",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -128,9 +162,20 @@ def verify_command(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("original", metavar="A", help="the checkpoint before quantization")
     parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
     parser.add_argument("--plot", metavar="OUT.png", help="draw the errors of the worst layers")
-    parser.add_argument("--max-error", type=float, metavar="E", help="largest relative L2 error allowed for a layer")
+    parser.add_argument("--max-error", type=_error, metavar="E", help="largest relative L2 error allowed for a layer")
     _add_json(parser)
     parser.set_defaults(func=_verify)
+
+
+def _error(text: str) -> float:
+    """A number that an error can exceed."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number of 0 or more, such as 0.02, got {text!r}")
+    return number
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -138,8 +183,9 @@ def _verify(options: argparse.Namespace) -> int:
 
     result = verify.verify_files(options.original, options.quantized)
     _print(options, result.as_json(), lambda: verify.render(result))
-    if options.plot:  # last: a place that cannot be written costs the picture alone
+    if options.plot is not None:  # last: a place that cannot be written costs the picture alone
         verify.plot(result, options.plot)
+        print(f"plot: {options.plot}", file=sys.stderr if options.json else sys.stdout)
     over = [e for e in result.layers if options.max_error is not None and not e.relative_l2 <= options.max_error]
     if over:
         print(f"kitchen verify: {len(over)} layers exceed --max-error {options.max_error:g}", file=sys.stderr)
@@ -161,8 +207,6 @@ def report_command(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    import os
-
     from .report import write_report
 
     made = write_report(options.original, options.quantized, options.folder, options.calibration)
@@ -200,7 +244,10 @@ def convert_command(subparsers: argparse._SubParsersAction) -> None:
         "started again. Forms that are read: comfy, nunchaku, AutoAWQ, GPTQ, compressed-tensors.",
     )  # fmt: skip
     parser.add_argument("input", metavar="IN", help=_CHECKPOINT)
-    parser.add_argument("output", metavar="OUT", help="a .safetensors file, or a .safetensors.index.json for shards")
+    parser.add_argument(
+        "output", metavar="OUT",
+        help="a .safetensors file, or a .safetensors.index.json for shards; its folder is made where it is missing",
+    )  # fmt: skip
     parser.add_argument(
         "--to", required=True, metavar="DIALECT",
         help="comfy, comfy-quants, nunchaku, nunchaku-v1, autoawq, autoawq-gemv, autoawq-gemv-fast, gptq, gptq_v2, "
@@ -241,7 +288,7 @@ def _convert(options: argparse.Namespace) -> int:
         parts[pattern] = int(number)
     unsigned = None if options.unsigned is None else tuple(text for text in options.unsigned if text)
     try:
-        with progress_bar() as progress:
+        with _folder_of(options), progress_bar() as progress:
             report = convert_file(
                 options.input, options.output, options.to, Hints(options.dialect, unsigned, parts),
                 parse_size(options.shard_size), options.dry_run, progress,

@@ -37,15 +37,16 @@ from .dialect import (
 from .files import TORCH_DTYPES, Checkpoint, TensorInfo, printable
 from .foreign import MAX_CONFIG, ForeignLayer, Hints
 from .quantize import sha256_of, source_hash
-from .recognise import AnyLayer, describe, find_all_layers
+from .recognise import AnyLayer, describe, dialect_of, find_all_layers
 from .rules import config_as_json, layer_of
 from .staging import FilePlan, Stage, staging
 from .systems import same_file
 from .targets import TARGETS, Entry, Job, Target
-from .writer import Planned, layout
+from .writer import Planned, layout, refuse_name, writable_target
 
 Progress = Callable[[str, int, int], None]
 SHARD_BYTES = 5 * 10**9
+ENDINGS = (".safetensors", ".safetensors.index.json")
 _OWN_STRINGS = ("quantization_config", "_quantization_metadata", "kitchen_recipe", "kitchen_version", "source_sha256")
 
 
@@ -76,7 +77,7 @@ class ConvertReport:
         counts = Counter((entry["format"], entry["form"]) for entry in self.layers.values())
         formats = ", ".join(f"{count} {name} from {form}" for (name, form), count in sorted(counts.items()))
         reasons = Counter(self.left.values())
-        left = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "no matrix"
+        left = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "no weight matrix"
         notes = [
             f"{counted(len(names), kind)} {words}"
             for names, kind, words in (
@@ -139,9 +140,13 @@ def convert_file(
     started = time.perf_counter()
     if to not in TARGETS:
         raise FormatError(f"a target is one of {', '.join(TARGETS)}, got {to!r}")
+    if not dry_run:
+        writable_target(Path(target))
+    refuse_name(Path(target), ENDINGS)
     hints, target = hints or Hints(), Path(os.path.realpath(target))
     checkpoint = Checkpoint.open(source)
     layers = find_all_layers(checkpoint, hints)
+    _refuse_contradiction(checkpoint, layers, hints)
     _refuse_unexplained(checkpoint, layers)
     units, left = _plan(checkpoint, layers, TARGETS[to], hints)
     jobs = [unit.job for unit in units if unit.job is not None]
@@ -181,6 +186,22 @@ def _dropped(layer: AnyLayer) -> list[str]:
     return [layer.prefix + rest for rest in layer.dropped] if isinstance(layer, ForeignLayer) else []
 
 
+def _refuse_contradiction(checkpoint: Checkpoint, layers: Mapping[str, AnyLayer], hints: Hints) -> None:
+    """Raises FormatError where ``--from`` names a dialect of which the file has no layer, and has those of another."""
+    if hints.dialect is None:
+        return
+    found = find_all_layers(checkpoint)  # without the hint
+    if found and not any(
+        dialect_of(x) == hints.dialect.removesuffix("_v2") for x in (*layers.values(), *found.values())
+    ):
+        counts = Counter(map(describe, found.values()))
+        words = ", ".join(f"{counted(count, 'layer')} of {form}" for form, count in counts.items())
+        raise FormatError(
+            f"--from says {hints.dialect}, and by its keys {str(checkpoint.path)!r} has {words}; leave --from away, or give "
+            "the file that was meant"
+        )
+
+
 def _refuse_unexplained(checkpoint: Checkpoint, layers: Mapping[str, AnyLayer]) -> None:
     found = unmarked_codes(checkpoint, layers)
     if found:
@@ -200,7 +221,7 @@ def _plan(
 ) -> tuple[list[_Unit], dict[str, str]]:
     """All units in the order of the source, and why each other weight stays. Raises for all refusals at once."""
     units: list[_Unit] = []
-    refused: list[KitchenError] = []
+    refused: list[tuple[str, KitchenError]] = []  # layer and why
     left: dict[str, str] = {}
     begun: set[str] = set()
     for info in checkpoint.in_file_order():
@@ -219,19 +240,28 @@ def _plan(
             try:
                 units.append(_layer_unit(checkpoint, layer, target, hints))
             except KitchenError as error:
-                refused.append(error)
+                refused.append((name, error))
     for name, layer in layers.items():  # the header may describe layers of which the file has no tensor
         if name not in begun and layer.problems:
-            refused.append(FormatError(f"layer {printable(name)!r}: {layer.problems[0]}"))
+            refused.append((name, FormatError(layer.problems[0])))
     if refused:
-        more = (
-            f" ({len(refused)} layers are refused; {'; '.join(str(e) for e in refused[1:3])})"
-            if len(refused) > 1
-            else ""
-        )
-        raise type(refused[0])(f"{refused[0]}{more}")
+        raise type(refused[0][1])(_grouped(refused))
     _refuse_twice(units)
     return units, left
+
+
+def _grouped(refused: list[tuple[str, KitchenError]]) -> str:
+    """Which layers are refused and why: what many of them say is said once, and three reasons at most."""
+    layers: dict[str, list[str]] = {}
+    for name, error in refused:
+        name = f"layer {printable(name)!r}"
+        layers.setdefault(str(error).removeprefix(f"{name}: "), []).append(name)
+    shown = [
+        names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
+        for reason, names in list(layers.items())[:3]
+    ]
+    shown += [f"{counted(len(layers) - 3, 'more reason')}"] if len(layers) > 3 else []
+    return (f"{len(refused)} layers are refused. " if len(refused) > 1 else "") + "; ".join(shown)
 
 
 def _refuse_twice(units: Iterable[_Unit]) -> None:
@@ -337,8 +367,7 @@ def _shards(units: list[_Unit], target: Path, shard_bytes: int) -> list[list[_Un
 def _shard_names(target: Path, count: int) -> list[str]:
     if target.suffix != ".json":
         return [target.name]
-    if not target.name.endswith(".safetensors.index.json"):
-        raise FormatError(f"OUT ends in .safetensors, or in .safetensors.index.json for shards; got {target.name!r}")
+    refuse_name(target, ENDINGS)  # a link may lead to another name than it has
     stem = target.name.removesuffix(".safetensors.index.json")
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 

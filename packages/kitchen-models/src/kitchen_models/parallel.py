@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as collectives
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
@@ -29,6 +30,7 @@ from kitchen_core import QuantizedLinear, QuantizedTensor
 from kitchen_core.activation import QuantizedActivation, cast_for_autocast
 from kitchen_core.errors import KitchenError, UnsupportedError
 from kitchen_core.formats import Format, Tensors
+from kitchen_core.ops._check import FLOAT_DTYPES
 
 from .dialect import naming
 from .rows import output_shapes
@@ -48,6 +50,8 @@ class ColwiseParallel(TorchColwiseParallel):
 
     def __init__(self, *, bit_equal: bool = True, **layouts: Any) -> None:
         super().__init__(**layouts)
+        if not isinstance(bit_equal, bool):
+            raise UnsupportedError(f"bit_equal is True or False, got {bit_equal!r}")
         self.bit_equal = bit_equal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -64,6 +68,8 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     def __init__(self, *, sum_dtype: torch.dtype = torch.float32, **layouts: Any) -> None:
         super().__init__(**layouts)
+        if sum_dtype not in FLOAT_DTYPES:
+            raise UnsupportedError(f"sum_dtype is one of {', '.join(map(str, FLOAT_DTYPES))}, got {sum_dtype!r}")
         self.sum_dtype = sum_dtype
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -73,15 +79,19 @@ class RowwiseParallel(TorchRowwiseParallel):
         return divide(module, device_mesh, INPUTS, self)
 
 
+STYLES = (ColwiseParallel, RowwiseParallel)
+
+
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> nn.Module:
-    """``torch.distributed.tensor.parallel.parallelize_module``, after every quantized layer that the plan names was checked.
+    """``torch.distributed.tensor.parallel.parallelize_module``, after every layer that the plan names was checked.
 
     Raises UnsupportedError, naming the layer, for a split that would cut a group or a rotation block, for a pattern that names
-    no module, and for a layer that is named twice; the model is as it was then. ``model`` is changed in place and returned.
+    no module, for a layer that is named twice, and for a style of torch's own where the layer is quantized; the model is as it
+    was then. ``model`` is changed in place and returned.
     """
-    styles = {ColwiseParallel: OUTPUTS, RowwiseParallel: INPUTS}
+    _check_mesh(mesh)
     modules = dict(model.named_modules(remove_duplicate=False))
-    names: dict[nn.Module, str] = {}  # of quantized layers that the plan divides
+    names: dict[nn.Module, str] = {}  # of the layers that the plan divides
     for pattern, style in plan.items():
         found = [name for name in modules if _matches(name, pattern)]
         if not found:
@@ -89,18 +99,44 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
                 f"the plan's {pattern!r} names no module; it has {', '.join(list(modules)[1:4])}, ..., and * stands for one "
                 "part of a name"
             )
+        if not isinstance(style, ParallelStyle):
+            raise UnsupportedError(
+                f"the plan's {pattern!r} must have a style, such as ColwiseParallel(), got {style!r}"
+            )
+        if not isinstance(style, STYLES) and type(style) not in (TorchColwiseParallel, TorchRowwiseParallel):
+            continue  # what others do is theirs to check
         for name in found:
-            what, layer = styles.get(type(style)), modules[name]
-            if what is None:
-                continue
+            layer = modules[name]
             with naming(name):
-                _refuse_quantized_tensor(layer)
-                if isinstance(layer, QuantizedLinear):
-                    if layer in names:
-                        raise UnsupportedError(f"the plan names it as {names[layer]!r} as well; leave one of them out")
-                    names[layer] = name
-                    check_split(layer, what, mesh.size())
+                if layer in names:
+                    raise UnsupportedError(f"the plan names it as {names[layer]!r} as well; leave one of them out")
+                names[layer] = name
+                _check_layer(layer, style, mesh.size())
     return parallelize_module(model, mesh, dict(plan))
+
+
+def _check_layer(layer: nn.Module, style: ParallelStyle, parts: int) -> None:
+    """Raises UnsupportedError where this style cannot divide this layer; the layer stays as it is."""
+    _refuse_quantized_tensor(layer)
+    if isinstance(layer, QuantizedLinear):
+        if not isinstance(style, STYLES):
+            raise UnsupportedError(
+                f"torch's {type(style).__name__} does not know {layer.format.name}, the layer's format; use the style of that "
+                f"name of {__name__}"
+            )
+        check_split(layer, OUTPUTS if isinstance(style, ColwiseParallel) else INPUTS, parts)
+    elif not isinstance(layer, (nn.Linear, nn.Embedding)):
+        raise UnsupportedError(
+            f"{type(style).__name__} divides an nn.Linear, an nn.Embedding or a QuantizedLinear, this is a "
+            f"{type(layer).__name__}; name the layers in it"
+        )
+    elif getattr(layer, "_distribute_module_applied", False):  # torch's own mark
+        raise UnsupportedError("torch has divided the layer already; leave it out of the plan")
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise UnsupportedError(f"a layer is divided over one dim of a mesh, got {mesh.ndim} dims; take one: mesh['tp']")
 
 
 def _refuse_quantized_tensor(layer: nn.Module) -> None:
@@ -113,7 +149,9 @@ def _refuse_quantized_tensor(layer: nn.Module) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """As torch matches plans: part by part."""
+    """As torch matches plans: part by part, and the model itself by "" alone."""
+    if not name or not pattern:
+        return name == pattern
     words, wanted = name.split("."), pattern.split(".")
     return len(words) == len(wanted) and all(map(fnmatch.fnmatchcase, words, wanted))
 
@@ -145,13 +183,16 @@ def divided_dims(format: type[Format], config: Any, tensors: Tensors, what: str)
 def check_split(layer: QuantizedLinear, what: str, parts: int) -> dict[str, int | None]:
     """The dims of ``divided_dims``. Raises UnsupportedError where a layer cannot be divided into that many parts.
 
-    A weight in a resident layout, which cannot be cut, is held as stored from then on.
+    The layer is as it was in either case: of one in a resident layout, what is stored is judged.
     """
     if isinstance(layer, DividedLinear):
         raise UnsupportedError(f"the layer's {layer.what} are divided already, over {layer.parts} ranks")
-    if layer.format.is_resident(layer.inner()):
-        layer.relay_(layer.format.stored(layer.inner(), layer.config))
-    tensors, format = layer.inner(), layer.format
+    if any(hasattr(tensor, "to_local") for tensor in layer.parameters()):  # DTensors
+        raise UnsupportedError(
+            "the layer's tensors are distributed already, by something else; divide it while each rank holds it whole"
+        )
+    format = layer.format
+    tensors = format.stored({name: tensor.detach().to("meta") for name, tensor in layer.inner().items()}, layer.config)
     n, k = layer.out_features, layer.in_features
     dims = divided_dims(format, layer.config, tensors, what)
     size, symbol, other = (n, "N", "RowwiseParallel") if what == OUTPUTS else (k, "K", "ColwiseParallel")
@@ -357,7 +398,8 @@ class DividedLinear(QuantizedLinear):
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
+    """Or a derivative of forward mode: a DTensor has none and says so, where a bare collective would drop it."""
+    return forward_ad._current_level >= 0 or (torch.is_grad_enabled() and tensor.requires_grad)
 
 
 def _same(a: Placement, b: Placement, dims: int) -> bool:
@@ -368,20 +410,22 @@ def _same(a: Placement, b: Placement, dims: int) -> bool:
 
 def divide(layer: QuantizedLinear, mesh: DeviceMesh, what: str, style: Any) -> QuantizedLinear:
     """Leave this rank its part of a layer, in place. Each rank must hold the whole layer, and the same; nothing is sent.
+    A weight in a resident layout, which cannot be cut, is divided as it is stored.
 
-    Raises UnsupportedError as ``check_split`` does, and for a mesh of more than one dim.
+    Raises UnsupportedError as ``check_split`` does, and for a mesh of more than one dim; the layer is as it was then.
     """
-    if mesh.ndim != 1:
-        raise UnsupportedError(f"a layer is divided over one dim of a mesh, got {mesh.ndim} dims; take one: mesh['tp']")
+    _check_mesh(mesh)
     parts, part = mesh.size(), mesh.get_local_rank()
     dims = check_split(layer, what, parts)
     keys = {spec.name: spec.key for spec in layer.format.tensors}
-    for name, tensor in layer.inner().items():
+    made = {}
+    for name, tensor in layer.format.stored(layer.inner(), layer.config).items():
         local = _part(tensor.detach(), dims[name], _planes_of(layer.format, name, what), part, parts)
-        layer._parameters[keys[name]] = _parameter(local, mesh, dims[name])
+        made[keys[name]] = _parameter(local, mesh, dims[name])
     if layer.bias is not None:
         dim = 0 if what == OUTPUTS else None
-        layer._parameters["bias"] = _parameter(_part(layer.bias.detach(), dim, (1,), part, parts), mesh, dim)
+        made["bias"] = _parameter(_part(layer.bias.detach(), dim, (1,), part, parts), mesh, dim)
+    layer._parameters.update(made)
     layer.__class__ = DividedLinear
     layer.what, layer.parts, layer.mesh = what, parts, mesh
     layer.input_layout, layer.output_layout = style.input_layouts[0], style.output_layouts[0]

@@ -22,13 +22,15 @@ from .console import counted, size
 from .dialect import MARKER, StoredLayer, find_layers, header_metadata, marker_bytes, naming
 from .files import TORCH_DTYPES, Checkpoint, TensorInfo, open_binary, printable
 from .ranks import Team, team, writing_together
+from .recognise import codes_of_others
 from .rows import check_finite, output_shapes, quantize_rows
 from .rules import Decision, Rules, decide, layer_of
 from .systems import same_file
-from .writer import Planned
+from .writer import Planned, refuse_name, writable_target
 
 Progress = Callable[[str, int, int], None]  # what is being done, bytes done, bytes in all
 QUANTIZING_COST = 10.0  # of a byte that is quantized, over one that is copied: for sharing out the work
+ALREADY = "quantized already"
 
 
 @dataclass(frozen=True)
@@ -53,20 +55,56 @@ class Report:
         """The float matrices that stayed as they are; their ``reason`` says why."""
         return tuple(d for d in self.decisions if d.format is None and d.is_matrix)
 
+    @property
+    def uncalibrated(self) -> dict[str, int]:
+        """How many layers of each format that uses a calibration got none."""
+        return dict(
+            Counter(
+                d.format.name for d in self.quantized if d.format.uses_calibration and d.layer not in self.calibrated
+            )
+        )
+
     def by_format(self) -> dict[str, int]:
         """How many layers each format got."""
         return dict(Counter(d.format.name for d in self.quantized))
 
     def summary(self) -> str:
         """One line: layers by format, bytes before and after, what was left and why."""
-        formats = ", ".join(f"{count} {name}" for name, count in self.by_format().items()) or "none"
+        formats = ", ".join(f"{count} {name}" for name, count in self.by_format().items())
         formats += f"; {len(self.calibrated)} calibrated" if self.calibrated else ""
-        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
-        reasons = Counter(d.reason for d in self.left)
-        shown = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-        more = f"; {counted(len(reasons) - 3, 'more reason')}" if len(reasons) > 3 else ""
-        left = f"; {counted(len(self.left), 'matrix')} left: {shown}{more}" if self.left else "; no matrix left"
-        return f"{counted(len(self.quantized), 'layer')} quantized ({formats}), {sizes}{left}"
+        done = f"{counted(len(self.quantized), 'layer')} quantized" + (f" ({formats})" if formats else "")
+        return f"{done}, {size(self.bytes_before)} -> {size(self.bytes_after)}; {self._stayed()}"
+
+    def _stayed(self) -> str:
+        """The matrices that stayed as they are, float or not, by reason."""
+        stayed = Counter(d.reason for d in self.decisions if d.format is None and len(d.shape) == 2)
+        if not stayed:
+            return f"there is no {'other ' if self.quantized else ''}weight matrix"
+        shown = ", ".join(f"{count} ({reason})" for reason, count in stayed.most_common(3))
+        more = f", {counted(len(stayed) - 3, 'more reason')}" if len(stayed) > 3 else ""
+        return f"{counted(stayed.total(), 'matrix')} left as {'it is' if stayed.total() == 1 else 'they are'}: {shown}{more}"
+
+    def refuse_nothing(self) -> None:
+        """Raises UnsupportedError, saying why and what to do, where no layer is quantized."""
+        if self.quantized:
+            return
+        advice = []
+        if any(d.reason.startswith(ALREADY) for d in self.decisions):
+            advice.append(
+                "give the float file that the quantized layers were made from: quantizing their codes again would add a second "
+                "error to the first. `kitchen convert` puts codes as they are into another toolkit's form"
+            )
+        if any(d.reason.startswith("float8") for d in self.decisions):
+            advice.append(
+                "give the file that the float8 weights were made from, or make them bfloat16 first (times their scales, if "
+                "they have some)"
+            )
+        if any("cannot hold it" in d.reason for d in self.left):
+            advice.append("give the format other options, or take another format")
+        elif self.left:
+            advice.append("a rule that names a float layer quantizes it all the same; --dry-run lists every reason")
+        advice = advice or ["`kitchen inspect` lists what is in the file"]
+        raise UnsupportedError(f"nothing to do: {self._stayed()}; {'; '.join(advice)}")
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values."""
@@ -101,19 +139,25 @@ def quantize_file(
     are copied with their markers; everything else is copied byte for byte. ``calibration``: what ``calibrate`` returned,
     or the path where ``save_calibration`` put it; a layer that it has, in a format that uses it, is read as a whole.
     Where torchrun started several processes with this call, they share the layers out and make the one file together.
-    Raises FormatError for a bad source, UnsupportedError, naming the layer, for a weight with inf or NaN, and where no
-    layer at all would be quantized; nothing is written then.
+    Raises FormatError for a bad source or a target that is not called ``.safetensors``, UnsupportedError, naming the
+    layer, for a weight with inf or NaN, and, but for a dry run, where no layer at all would be quantized; nothing is
+    written then.
     """
     started = time.perf_counter()
     rules = Rules.of(rules, format, options)
+    if not dry_run:
+        writable_target(Path(target))
+    refuse_name(Path(target))
     checkpoint = Checkpoint.open(source)
     _refuse_same(checkpoint, Path(target))
     stored = find_layers(checkpoint)
     decisions = plan(checkpoint, stored, rules)
     chosen = {d.layer: d for d in decisions if d.format is not None}
     if not chosen:
-        report = Report(decisions, checkpoint.file_bytes, checkpoint.file_bytes)
-        raise UnsupportedError(f"nothing to do: {report.summary()}; see all reasons with --dry-run, or write a rule")
+        report = Report(decisions, checkpoint.file_bytes, checkpoint.file_bytes, path=str(target))
+        if not dry_run:
+            report.refuse_nothing()
+        return report
     if isinstance(calibration, str | os.PathLike):
         calibration = load_calibration(calibration)
     calibrated = calibrated_layers(calibration, decisions)
@@ -145,7 +189,12 @@ def plan(checkpoint: Checkpoint, stored: Mapping[str, StoredLayer], rules: Rules
         if layer is None:
             continue
         info = checkpoint.tensors[key]
-        keep = f"quantized already: {stored[layer].format_name}" if layer in stored else ""
+        keep = f"{ALREADY}: {stored[layer].format_name}" if layer in stored else ""
+        if not keep and info.dtype not in TORCH_DTYPES:
+            keep = f"{info.dtype}, which this torch cannot hold"
+        made.append(decide(layer, info.shape, TORCH_DTYPES.get(info.dtype), rules, keep))
+    for layer, info in codes_of_others(checkpoint, stored).items():
+        keep = f"{ALREADY}, by a toolkit whose file has a {info.name.rpartition('.')[2]}"
         made.append(decide(layer, info.shape, TORCH_DTYPES.get(info.dtype), rules, keep))
     rules.warn_of_unmatched(d.layer for d in made)
     return tuple(sorted(made, key=lambda d: natural(d.layer)))
@@ -370,7 +419,7 @@ def _keep_reason(name: str, module: nn.Linear, tied: Mapping[int, str]) -> str:
     if not name:
         return "the model itself is this layer: use QuantizedLinear.from_linear"
     if isinstance(module, QuantizedLinear):
-        return f"quantized already: {module.format.name}"
+        return f"{ALREADY}: {module.format.name}"
     if type(module) is not nn.Linear:
         return f"{type(module).__name__}: others may read its weight directly, so only plain nn.Linear is replaced"
     return f"its weight is tied to {tied[id(module.weight)]!r}" if id(module.weight) in tied else ""

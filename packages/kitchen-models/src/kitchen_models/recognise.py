@@ -62,6 +62,16 @@ def find_all_layers(checkpoint: Checkpoint, hints: Hints | None = None) -> dict[
     return found
 
 
+def codes_of_others(checkpoint: Checkpoint, stored: Mapping[str, AnyLayer]) -> dict[str, TensorInfo]:
+    """The codes of layers that are not ``stored`` and whose keys alone tell that another toolkit quantized them."""
+    return {
+        name: rest[key]
+        for name, rest in _children(checkpoint).items()
+        for key in _TELLING
+        if key in rest and name not in stored
+    }
+
+
 def _children(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
     children: dict[str, dict[str, TensorInfo]] = {}
     for key, info in checkpoint.tensors.items():
@@ -83,6 +93,8 @@ def _recognise(
 ) -> ForeignLayer | None:
     method = hints.dialect or config.method
     try:
+        if "qzeros" in rest:
+            _check_told(config, hints)
         kind = _kind_of(rest, method, config)
     except FormatError as error:
         return ForeignLayer(name, _placeholder(rest), rest, problems=[str(error)])
@@ -94,6 +106,18 @@ def _recognise(
     except (KitchenError, ArithmeticError) as error:
         layer.problems.append(str(error))
     return layer
+
+
+def _check_told(config: SourceConfig, hints: Hints) -> None:
+    """Raises FormatError where ``--from`` and the config name two of AutoAWQ, GPTQ and its second convention."""
+    said = {"awq": "autoawq", "autoawq": "autoawq", "gptq": "gptq", "gptq-v2": "gptq_v2"}.get(config.method)
+    if said == "gptq":  # it may leave the convention of zeros open
+        said = config.values.get("checkpoint_format", hints.dialect if hints.dialect == "gptq_v2" else said)
+    if None not in (said, hints.dialect) and said != hints.dialect:
+        raise FormatError(
+            f"{config.found_in} says it is {printable(str(said))}, and --from says {hints.dialect}; leave --from away, or "
+            "correct the config where it is of another file"
+        )
 
 
 def _placeholder(rest: Mapping[str, TensorInfo]) -> Kind:
@@ -133,7 +157,7 @@ def _check_ct(config: SourceConfig, method: str) -> None:
 
 
 def _awq_or_gptq(rest: Mapping[str, TensorInfo], method: str, config: SourceConfig) -> Kind:
-    fitting = _fitting(rest)
+    fitting = forms = _fitting(rest)
     if method in ("gptq", "gptq_v2", "gptq-v2"):
         fitting = [kind for kind in fitting if kind is GPTQ]
     elif method in ("awq", "autoawq"):
@@ -148,6 +172,11 @@ def _awq_or_gptq(rest: Mapping[str, TensorInfo], method: str, config: SourceConf
     if len(fitting) == 1:
         return fitting[0]
     shapes = {name: (rest[name].dtype, list(rest[name].shape)) for name in ("qweight", "qzeros", "scales")}
+    if forms and not fitting:
+        raise FormatError(
+            f"its tensors {shapes} are those of {' and '.join(kind.form for kind in forms)}, and {method} was said; correct "
+            "--from or the config, whichever says so"
+        )
     if not fitting:
         raise FormatError(
             f"its tensors {shapes} fit no known form{f' of {method}' if method else ''} in 4 bits: AutoAWQ GEMM, GEMV, "
@@ -288,3 +317,8 @@ def _two_numbers(checkpoint: Checkpoint, layer: ForeignLayer) -> list[int]:
 def describe(layer: AnyLayer) -> str:
     """How a layer is stored, for people: "comfy", "nunchaku SVDQuant"."""
     return layer.kind.form if isinstance(layer, ForeignLayer) else "comfy"
+
+
+def dialect_of(layer: AnyLayer) -> str:
+    """What ``--from`` calls the toolkit that stored a layer; both conventions of GPTQ are "gptq"."""
+    return layer.kind.dialect if isinstance(layer, ForeignLayer) else "comfy"

@@ -273,6 +273,13 @@ def decide(layer: str, shape: tuple[int, ...], dtype: torch.dtype | None, rules:
         config = format.config_for(*shape, **dict(rule.options))
     except UnsupportedError as error:
         return left(f"{format.name} cannot hold it: {error}", str(rule))
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if not rule.options:
+            raise
+        raise UnsupportedError(
+            f"the rule {rule} has an option of the wrong kind for {format.name}: {error}; write numbers as "
+            "group_size=32, words as they are"
+        ) from error
     return Decision(layer, shape, dtype, format, config, str(rule), rule.why or "chosen by rule")
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .files import Checkpoint, TensorInfo, printable
 
 BLOCK_ELEMENTS = 8 << 20  # compared at once
 PLOTTED_LAYERS = 60
+CHANGED = ", changed"  # behind the dtype of a tensor that is not quantized
 
 Watch = Callable[[str, str, torch.Tensor], None]
 
@@ -182,7 +184,7 @@ def _compare_plain(before: Checkpoint, after: Checkpoint, info: TensorInfo) -> L
     else:
         sums.difference = sums.original = sums.max_abs = math.nan
     kind = info.dtype if info.dtype == old.dtype else f"{old.dtype} -> {info.dtype}"
-    return LayerError(info.name, f"{kind}, changed", sums.relative_l2, sums.max_abs, old.nbytes, info.nbytes)
+    return LayerError(info.name, f"{kind}{CHANGED}", sums.relative_l2, sums.max_abs, old.nbytes, info.nbytes)
 
 
 # --------------------------------------------------------------------------------------------------------- showing
@@ -203,9 +205,15 @@ def render(result: Verification) -> None:
     ]
     columns = ["layer", "format", "relative L2", "max abs", "before", "after"]
     print_table(columns, rows, right=columns[2:])
+    compared = any(not e.format.endswith(CHANGED) for e in result.layers)
+    total = (
+        f"relative L2 over all quantized weights {result.relative_l2:.3e}"
+        if compared
+        else "no float layer of A is quantized in B"
+    )
     print(
-        f"{counted(len(result.layers), 'layer')} changed, {counted(result.identical, 'plain tensor')} identical; relative L2 "
-        f"over all quantized weights {result.relative_l2:.3e}, worst layer {result.worst:.3e}"
+        f"{counted(len(result.layers), 'layer')} changed, {counted(result.identical, 'plain tensor')} identical; {total}, "
+        f"worst layer {result.worst:.3e}"
     )
     for words, names in (
         ("missing in the quantized file", result.missing),
@@ -218,6 +226,10 @@ def render(result: Verification) -> None:
 
 def plot(result: Verification, path: str | os.PathLike[str]) -> None:
     """Draw the worst layers as bars, coloured by format, to a PNG, PDF or SVG file. Raises FormatError if it cannot."""
+    if not Path(path).suffix:  # matplotlib would write to another name
+        raise FormatError(
+            f"cannot write the plot {str(path)!r}: its ending says what to write; give a path ending in .png"
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -238,8 +250,12 @@ def plot(result: Verification, path: str | os.PathLike[str]) -> None:
         axes.legend(fontsize=8, loc="lower right")
     try:
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise FormatError(f"cannot write the plot {str(path)!r}: {error}; give a path ending in .png") from error
+    except OSError as error:
+        raise FormatError(
+            f"cannot write the plot {str(path)!r}: {error.strerror}; give a path in a folder that is there and can be written"
+        ) from error
 
 
 def _ascii(name: str) -> str:

@@ -146,6 +146,15 @@ def writable_target(path: Path) -> Path:
     return target
 
 
+def refuse_name(path: Path, endings: tuple[str, ...] = (".safetensors",)) -> None:
+    """Raises FormatError for a name that tells readers it is something else than what is written there."""
+    if not path.name.endswith(endings) or path.name in endings:
+        raise FormatError(
+            f"cannot write {str(path)!r}: a safetensors file is made, so its name must end in {' or '.join(endings)}; give "
+            "such an OUT"
+        )
+
+
 @contextlib.contextmanager
 def writing(path: Path, planned: Iterable[Planned], metadata: dict[str, str]) -> Iterator[SafetensorsWriter]:
     """A writer for ``path`` that appears there complete or not at all.

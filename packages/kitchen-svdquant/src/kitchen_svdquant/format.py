@@ -14,6 +14,7 @@ from kitchen_core.calibration import Calibration, check_calibration
 from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
 from kitchen_core.layouts import tile_packed
+from kitchen_core.ops._check import part_numbers
 from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT, low_rank_input, shift_contribution
 
 from ._quantize import low_rank_product
@@ -187,7 +188,7 @@ class SVDQuantFormat(Format):
         return ops.svdquant_linear(
             x, tensors["qdata"], tensors["scale"], tensors["smooth_factor"], tensors["proj_down"], tensors["proj_up"],
             bias, config.act_unsigned, out_dtype, input_act, input_act_weight, input_act_eps, residual, residual_scale,
-            *(part or (None, None)),
+            *part_numbers(part),
         )  # fmt: skip
 
     @classmethod
@@ -219,7 +220,7 @@ class SVDQuantFormat(Format):
         y = ops.scaled_mm_svdquant_w4a4(
             activation.tensors["codes"], tensors["qdata"], activation.tensors["ascales"], tensors["scale"], lora_act,
             tensors["proj_up"], bias, config.act_unsigned, out_dtype or activation.dtype,
-            None if residual is None else residual.reshape(-1, n), residual_scale, *(part or (None, None)),
+            None if residual is None else residual.reshape(-1, n), residual_scale, *part_numbers(part),
         )  # fmt: skip
         return y.reshape(*activation.shape[:-1], n)
 

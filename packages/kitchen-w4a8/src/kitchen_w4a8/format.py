@@ -163,6 +163,7 @@ class _Int8GridFormat(Int8RowwiseFormat):
     @classmethod
     def lay_resident(cls, tensors: Tensors, config: Any, storage: torch.Tensor | None = None) -> Tensors:
         """As every format."""
+        cls.check_names(tensors)
         n, k = cls.shape(tensors, config)
         if storage is None:
             storage = torch.cat([tensors[name].reshape(-1).view(torch.uint8) for name in cls.resident_tensors])

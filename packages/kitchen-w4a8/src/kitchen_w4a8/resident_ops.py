@@ -40,7 +40,7 @@ def linear(
     residual, residual_scale,
 ):  # fmt: skip
     """ops.w4a8_linear of a resident weight; a gradient is that of the stored one."""
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
         with torch._C._DisableFuncTorch():  # the weight is no part of a transform of torch.func
             stored = unpack(records, shape)
         return ops.w4a8_linear(

@@ -13,34 +13,45 @@ from torch.autograd import forward_ad
 
 from ..arithmetic import apply_input_act
 from ..errors import InferenceOnlyError
+from ._forward_mode import as_constants, has_tangent
 
 
 def wants_grad(
     x: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    residual_scale: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    residual_scale: torch.Tensor | None = None,
     input_act_weight: torch.Tensor | None = None,
 ) -> bool:
-    """Whether any of the tensors asks for a gradient. (Callers ask first whether autograd is recording at all.)
+    """Whether a derivative of any of the tensors is asked for.
 
-    In forward mode any of them may: under torch.func a tangent does not show from here.
+    In forward mode, whatever the grad mode, it may be: under several transforms of torch.func a tangent does not show from
+    here.
     """
+    if forward_ad._current_level >= 0:
+        return isinstance(x, torch.Tensor)  # no tensor: the op says which argument, by its schema
+    if not torch.is_grad_enabled():
+        return False
     try:
         return (
             x.requires_grad
-            or forward_ad._current_level >= 0
             or (bias is not None and bias.requires_grad)
             or (residual is not None and residual.requires_grad)
             or (residual_scale is not None and residual_scale.requires_grad)
             or (input_act_weight is not None and input_act_weight.requires_grad)
         )
-    except AttributeError:  # no tensor: the op says which argument, by its schema
+    except AttributeError:
         return False
 
 
 _NO_SCALE_GRADIENT = (
     "residual_scale has no gradient here; detach it, or apply the residual outside the quantized linear"
+)
+
+
+_NO_WEIGHT_GRADIENT = (
+    "a tensor of the quantized weight has a tangent, and a weight has no derivative here; pass the primal of it "
+    "(torch.autograd.forward_ad.unpack_dual), or differentiate a linear of the dequantized weight"
 )
 
 
@@ -85,14 +96,13 @@ class _StraightThroughForward(_StraightThrough):
         if residual_scale is not None:
             raise InferenceOnlyError(_NO_SCALE_GRADIENT)
         (residual_scale,) = ctx.saved_tensors
-        with torch.no_grad():
-            weight = None if h is None else ctx.dense_weight().float()
-        terms = [] if h is None else [h.float() @ weight.T]
-        terms += [] if bias is None else [bias.float()]
-        if residual_scale is not None:
-            terms = [term * residual_scale.reshape(-1).float() for term in terms]
-        terms += [] if residual is None else [residual.float()]
-        return sum(terms).to(ctx.out_dtype) if terms else None
+        with forward_ad._set_fwd_grad_enabled(True):  # off here, where a tangent may have one too: jvp of jvp
+            terms = [] if h is None else [h.float() @ ctx.dense_weight().float().T]
+            terms += [] if bias is None else [bias.float()]
+            if residual_scale is not None:
+                terms = [term * residual_scale.reshape(-1).float() for term in terms]
+            terms += [] if residual is None else [residual.float()]
+            return sum(terms).to(ctx.out_dtype) if terms else None
 
     @staticmethod
     def backward(ctx, grad):
@@ -109,15 +119,23 @@ def linear_call(
     residual_scale: torch.Tensor | None,
     run: Callable,
     dense_weight: Callable[[], torch.Tensor],
+    weight: tuple[torch.Tensor | None, ...],
 ) -> torch.Tensor:
     """The differentiable form of a linear op.
 
     ``run(h, bias, residual, residual_scale)`` calls the op without an activation on fp32 h, [..., K];
-    ``dense_weight()`` is the dequantized [N, K] weight in the basis of x, made only in the backward.
-    Raises InferenceOnlyError where residual_scale asks for a gradient.
+    ``dense_weight()`` is the dequantized [N, K] weight in the basis of x, made only for a derivative;
+    ``weight`` holds the tensors that it is made of.
+    Raises InferenceOnlyError where residual_scale, or in forward mode the weight, asks for a derivative.
     """
-    if residual_scale is not None and residual_scale.requires_grad:
+    if residual_scale is not None and residual_scale.requires_grad and torch.is_grad_enabled():
         raise InferenceOnlyError(_NO_SCALE_GRADIENT)
+    function, dense_weight = _StraightThrough, as_constants(dense_weight)
+    if forward_ad._current_level >= 0:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg="derivatives of forward mode through a quantized linear are not compiled")
+        if any(t is not None and t.is_floating_point() and has_tangent(t) for t in weight):
+            raise InferenceOnlyError(_NO_WEIGHT_GRADIENT)
+        function, run = _StraightThroughForward, as_constants(run)
     h = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    function = _StraightThroughForward if forward_ad._current_level >= 0 else _StraightThrough
     return function.apply(h, bias, residual, residual_scale, run, dense_weight)

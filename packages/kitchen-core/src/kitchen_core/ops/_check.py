@@ -100,12 +100,34 @@ def check_part(out_features: int, first: int | None, rows_of_whole: int | None) 
     if first is None or rows_of_whole is None:
         missing = "part_first" if first is None else "part_of"
         raise UnsupportedError(f"{missing} is missing; a part of a weight is told by part_first and part_of, both")
+    _check_rows(part_first=first, part_of=rows_of_whole)
     if first < 0 or first + out_features > rows_of_whole:
         raise UnsupportedError(
             f"a weight of N={out_features} rows, from row {first} on, is no part of one of {rows_of_whole} rows; part_first "
             "must be at least 0, and part_first + N at most part_of"
         )
     return None if out_features == rows_of_whole else (first, rows_of_whole)
+
+
+def part_numbers(part: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """part_first and part_of, as ops take them, of the ``part`` that formats take; None and None for a weight that is whole."""
+    if part is None:
+        return None, None
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        raise UnsupportedError(
+            f"part must be (part_first, part_of), the weight's first row and the rows of the whole, got {part!r}; leave it out "
+            "for a weight that is whole"
+        )
+    first, rows_of_whole = part
+    _check_rows(part_first=first, part_of=rows_of_whole)
+    return first, rows_of_whole
+
+
+def _check_rows(**numbers: object) -> None:
+    for name, number in numbers.items():
+        whole = isinstance(number, torch.SymInt) or (isinstance(number, int) and -(2**63) <= number < 2**63)
+        if number is not None and not whole:
+            raise UnsupportedError(f"{name} must be a whole number of 64 bits, a row of the weight, got {number!r}")
 
 
 def loose(matrix: torch.Tensor) -> bool:

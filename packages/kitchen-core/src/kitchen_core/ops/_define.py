@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +12,7 @@ from .. import _overrides, finite
 from ..devices import DeviceFacts
 from ..errors import InferenceOnlyError, UnsupportedError
 from ..registry import Kernel, Problem, overridden, register, remember, remembered, select
+from . import _forward_mode
 from ._check import FLOAT_DTYPES, names
 
 _library = torch.library.Library("kitchen", "DEF")  # a second DEF of the namespace would raise: keep the only one
@@ -48,22 +48,24 @@ def _refuse_layout(name: str, arguments: list[str], *args, **kwargs):
 
 def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
     """The ops are for inference: what autograd would see is the rounding inside, and its gradients would be wrong."""
-    dual = forward_ad._current_level >= 0  # forward mode leaves requires_grad False
-    hidden = dual and _in_functional_jvp()
+    forward = forward_ad._current_level >= 0 and not _forward_mode.in_constants()  # it leaves requires_grad False
+    hidden = forward and _forward_mode.hides_tangents()
     for value in (*args, *kwargs.values()):
         if not isinstance(value, torch.Tensor):
             continue
-        if value.requires_grad or hidden or (dual and forward_ad.unpack_dual(value).tangent is not None):
-            raise InferenceOnlyError(
-                f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
-                "svdquant_linear and awq_linear are differentiable in x, bias and residual; else use torch.no_grad()"
+        if forward and value.is_floating_point() and (hidden or _forward_mode.has_tangent(value)):
+            instead = (
+                "call it outside of what torch.func.jvp, jacfwd or make_dual differentiates, or in the forward of a "
+                "torch.autograd.Function (torch.no_grad() does not switch forward mode off)"
             )
-
-
-def _in_functional_jvp() -> bool:
-    """Whether torch.func.jvp is at work, or what is made of it: an op gets tensors without their tangents there."""
-    transforms = sys.modules.get("torch._functorch.eager_transforms")
-    return bool(getattr(transforms, "JVP_NESTING", 0))
+        elif value.requires_grad and torch.is_grad_enabled():
+            instead = "use torch.no_grad()"
+        else:
+            continue
+        raise InferenceOnlyError(
+            f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
+            f"svdquant_linear and awq_linear are differentiable in x, bias and residual; else {instead}"
+        )
 
 
 def _always(problem: Problem, facts: DeviceFacts) -> None:
@@ -113,7 +115,7 @@ def define(
         _size_checks[name] = sizes
 
     def dispatch(*args, **kwargs):
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _refuse_gradients(name, args, kwargs)
         if _overrides.depth or kwargs:
             asked = problem(*args, **kwargs)
@@ -149,7 +151,13 @@ def define_around(schema: str, *, function: Callable, fake: Callable) -> None:
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    _library.impl(name, function, "CompositeExplicitAutograd")
+
+    def call(*args, **kwargs):
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            _refuse_gradients(name, args, kwargs)
+        return function(*args, **kwargs)
+
+    _library.impl(name, call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"kitchen::{name}", fake, lib=_library)
 
 

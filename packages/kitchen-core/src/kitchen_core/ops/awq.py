@@ -23,6 +23,7 @@ from ._check import (
     words,
 )
 from ._define import define
+from ._forward_mode import call
 
 __all__ = ["awq_linear", "dequantize_awq", "gemv_awq_w4a16"]
 
@@ -162,7 +163,7 @@ def dequantize_awq(
     Devices: any.
     Source: docs/formats/awq_w4a16.md.
     """
-    return torch.ops.kitchen.dequantize_awq.default(qweight, wscales, wzeros, group_size, out_dtype)
+    return call(torch.ops.kitchen.dequantize_awq.default, qweight, wscales, wzeros, group_size, out_dtype)
 
 
 def awq_linear(
@@ -200,7 +201,7 @@ def awq_linear(
     """
     op = torch.ops.kitchen.awq_linear.default
     decoded = weight_dtype or x.dtype
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(
@@ -212,8 +213,9 @@ def awq_linear(
             return dequantize_awq(qweight, wscales, wzeros, group_size, decoded)
 
         return linear_call(
-            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight
-        )
+            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
+            (qweight, wscales, wzeros),
+        )  # fmt: skip
     return op(
         x, qweight, wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps, residual,
         residual_scale, weight_dtype, part_first, part_of,

@@ -27,6 +27,7 @@ from ._check import (
     words,
 )
 from ._define import compose, define, define_around
+from ._forward_mode import call
 from .quantize import check_rotation, dequantize_int8
 
 # ---------------------------------------------------------------------------------------------------- linears
@@ -286,8 +287,16 @@ def int8_scaled_mm(
     Devices: any; CUDA kernels in kitchen-int8.
     Source: docs/formats/int8_tensorwise.md; order of operations: ``arithmetic.py``.
     """
-    return torch.ops.kitchen.int8_scaled_mm.default(
-        codes, x_scale, weight, weight_scale, bias, out_dtype, residual, residual_scale
+    return call(
+        torch.ops.kitchen.int8_scaled_mm.default,
+        codes,
+        x_scale,
+        weight,
+        weight_scale,
+        bias,
+        out_dtype,
+        residual,
+        residual_scale,
     )
 
 
@@ -324,7 +333,7 @@ def int8_linear(
         if not isinstance(fp16_fallback, bool):
             raise UnsupportedError(f"fp16_fallback must be True, False or None, got {fp16_fallback!r}")
         op = partial(torch.ops.kitchen.int8_linear_asked.default, fp16_fallback)
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(
@@ -336,8 +345,9 @@ def int8_linear(
             return dequantize_int8(weight, weight_scale, convrot_groupsize=convrot_groupsize)
 
         return linear_call(
-            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight
-        )
+            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
+            (weight, weight_scale),
+        )  # fmt: skip
     if (
         input_act == "none" and input_act_weight is residual is residual_scale is None
     ):  # fewer arguments cost less host time
@@ -373,7 +383,8 @@ def int8_linear_fp16(
     Devices: any; a kernel for sm_70 is in kitchen-fallback-volta. Inference only.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.int8_linear_fp16.default(
+    return call(
+        torch.ops.kitchen.int8_linear_fp16.default,
         x, weight, weight_scale, bias, out_dtype, convrot_groupsize, input_act, input_act_weight, input_act_eps,
         residual, residual_scale, fp16_activations,
     )  # fmt: skip
@@ -403,7 +414,8 @@ def int8_swiglu_mlp(
     Devices: any. Inference only.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.int8_swiglu_mlp.default(
+    return call(
+        torch.ops.kitchen.int8_swiglu_mlp.default,
         x, gate_up_weight, gate_up_scale, down_weight, down_scale, gate_up_bias, down_bias, out_dtype,
         convrot_groupsize, down_convrot_groupsize,
     )  # fmt: skip
@@ -437,7 +449,8 @@ def int8_gate_up_mlp(
     Devices: any. Inference only.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.int8_gate_up_mlp.default(
+    return call(
+        torch.ops.kitchen.int8_gate_up_mlp.default,
         x, gate_weight, gate_scale, up_weight, up_scale, down_weight, down_scale, gate_bias, up_bias, down_bias,
         out_dtype, convrot_groupsize, down_convrot_groupsize,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ._check import (
     words,
 )
 from ._define import define
+from ._forward_mode import call
 
 
 def check_rotation(problem: Problem) -> None:
@@ -185,7 +186,7 @@ def quantize_int8_tensorwise(
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.quantize_int8_tensorwise.default(x, scale, seed)
+    return call(torch.ops.kitchen.quantize_int8_tensorwise.default, x, scale, seed)
 
 
 def quantize_int8_rowwise(x: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,7 +200,7 @@ def quantize_int8_rowwise(x: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor,
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.quantize_int8_rowwise.default(x, seed)
+    return call(torch.ops.kitchen.quantize_int8_rowwise.default, x, seed)
 
 
 def quantize_and_rotate_rowwise(
@@ -220,8 +221,14 @@ def quantize_and_rotate_rowwise(
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md; activations: ``arithmetic.apply_input_act``.
     """
-    return torch.ops.kitchen.quantize_and_rotate_rowwise.default(
-        x, convrot_groupsize, input_act, input_act_weight, input_act_eps, seed
+    return call(
+        torch.ops.kitchen.quantize_and_rotate_rowwise.default,
+        x,
+        convrot_groupsize,
+        input_act,
+        input_act_weight,
+        input_act_eps,
+        seed,
     )
 
 
@@ -238,7 +245,7 @@ def quantize_int8_convrot_weight(
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.quantize_int8_convrot_weight.default(weight, convrot_groupsize, seed)
+    return call(torch.ops.kitchen.quantize_int8_convrot_weight.default, weight, convrot_groupsize, seed)
 
 
 def dequantize_int8(
@@ -254,7 +261,7 @@ def dequantize_int8(
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.dequantize_int8.default(codes, scale, out_dtype, convrot_groupsize)
+    return call(torch.ops.kitchen.dequantize_int8.default, codes, scale, out_dtype, convrot_groupsize)
 
 
 def dequantize_int8_embedding(
@@ -275,4 +282,6 @@ def dequantize_int8_embedding(
     Devices: any; CUDA kernel in kitchen-int8 from sm_75.
     Source: docs/formats/int8_tensorwise.md.
     """
-    return torch.ops.kitchen.dequantize_int8_embedding.default(codes, scale, indices, out_dtype, convrot_groupsize)
+    return call(
+        torch.ops.kitchen.dequantize_int8_embedding.default, codes, scale, indices, out_dtype, convrot_groupsize
+    )

@@ -23,6 +23,7 @@ from ._check import (
     words,
 )
 from ._define import compose, define
+from ._forward_mode import call
 
 __all__ = [
     "dequantize_svdquant_w4a4",
@@ -54,6 +55,11 @@ def _check_projection(name: str, tensor: torch.Tensor, length: int, symbol: str)
     check_float(name, tensor)
     if tensor.dim() != 2 or tensor.shape[0] != length:
         raise UnsupportedError(f"{name} must be [{symbol}={length}, R], got shape {list(tensor.shape)}")
+
+
+def _branch_type(proj_up: torch.Tensor) -> str | None:
+    """The word of a Problem; None where there is no branch."""
+    return names((proj_up.dtype,)) if proj_up.shape[1] else None
 
 
 def _check_weight(weight: torch.Tensor, wscales: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
@@ -123,7 +129,10 @@ def _scaled_mm_problem(
         codes, weight=weight, ascales=ascales, wscales=wscales, lora_act=lora_act, proj_up=proj_up, bias=bias,
         residual=residual, residual_scale=residual_scale,
     )  # fmt: skip
-    options = words(bias=bias, residual=residual, act_unsigned=act_unsigned, scales=names((wscales.dtype,)))
+    options = words(
+        bias=bias, residual=residual, act_unsigned=act_unsigned, scales=names((wscales.dtype,)),
+        proj_up=_branch_type(proj_up),
+    )  # fmt: skip
     return Problem(
         "scaled_mm_svdquant_w4a4", codes.device, torch.int8, out_dtype, m, n, k, group=GROUP, rank=proj_up.shape[1],
         bits=4, options=options, part=check_part(n, part_first, part_of),
@@ -158,8 +167,9 @@ def _linear_problem(
         input_act_weight=input_act_weight, residual=residual, residual_scale=residual_scale,
     )  # fmt: skip
     options = words(
-        bias=bias, input_act=input_act, residual=residual, act_unsigned=act_unsigned, scales=names((wscales.dtype,))
-    )
+        bias=bias, input_act=input_act, residual=residual, act_unsigned=act_unsigned, scales=names((wscales.dtype,)),
+        proj_up=_branch_type(proj_up),
+    )  # fmt: skip
     return Problem(
         "svdquant_linear", x.device, x.dtype, out_dtype or x.dtype, rows(x), n, k, group=GROUP,
         rank=proj_up.shape[1], bits=4, options=options, part=check_part(n, part_first, part_of),
@@ -234,7 +244,7 @@ def quantize_svdquant_w4a4(
     Devices: any; CUDA kernel in kitchen-svdquant from sm_75.
     Source: docs/formats/svdquant_w4a4.md.
     """
-    return torch.ops.kitchen.quantize_svdquant_w4a4.default(x, smooth, proj_down, act_unsigned, lora_x)
+    return call(torch.ops.kitchen.quantize_svdquant_w4a4.default, x, smooth, proj_down, act_unsigned, lora_x)
 
 
 def scaled_mm_svdquant_w4a4(
@@ -266,7 +276,8 @@ def scaled_mm_svdquant_w4a4(
     Devices: any; CUDA kernels in kitchen-svdquant from sm_75.
     Source: docs/formats/svdquant_w4a4.md.
     """
-    return torch.ops.kitchen.scaled_mm_svdquant_w4a4.default(
+    return call(
+        torch.ops.kitchen.scaled_mm_svdquant_w4a4.default,
         codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype, residual, residual_scale,
         part_first, part_of,
     )  # fmt: skip
@@ -307,7 +318,7 @@ def svdquant_linear(
     Source: docs/formats/svdquant_w4a4.md.
     """
     op = torch.ops.kitchen.svdquant_linear.default
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(
@@ -319,8 +330,9 @@ def svdquant_linear(
             return dequantize_svdquant_w4a4(weight, wscales, smooth, proj_down, proj_up)
 
         return linear_call(
-            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight
-        )
+            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
+            (weight, wscales, smooth, proj_down, proj_up),
+        )  # fmt: skip
     return op(
         x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype, input_act, input_act_weight,
         input_act_eps, residual, residual_scale, part_first, part_of,

@@ -27,6 +27,7 @@ from ._check import (
     words,
 )
 from ._define import compose, define
+from ._forward_mode import call
 from ._w4a8_sizes import check_bits, check_sizes, check_w4a8_group, w4a8_group_sizes
 
 __all__ = [
@@ -341,8 +342,17 @@ def quantize_w4a8_weight(
     Devices: any.
     Source: docs/formats/asym_w4a8_int8.md.
     """
-    qdata, s_rel, s_channel, table, correction = torch.ops.kitchen.quantize_w4a8_weight.default(
-        weight, group_size, convrot_groupsize, bits, levels, codebook, scale_search, seed, scale_dtype
+    qdata, s_rel, s_channel, table, correction = call(
+        torch.ops.kitchen.quantize_w4a8_weight.default,
+        weight,
+        group_size,
+        convrot_groupsize,
+        bits,
+        levels,
+        codebook,
+        scale_search,
+        seed,
+        scale_dtype,
     )
     has_table = bits == 4 and levels == "codebook"
     return QuantizedW4A8Weight(
@@ -363,7 +373,7 @@ def decode_w4a8_weight(
     Devices: any.
     Source: docs/formats/asym_w4a8_int8.md.
     """
-    return torch.ops.kitchen.decode_w4a8_weight.default(weight, s_rel, codebook, group_size)
+    return call(torch.ops.kitchen.decode_w4a8_weight.default, weight, s_rel, codebook, group_size)
 
 
 def dequantize_w4a8_weight(
@@ -387,8 +397,16 @@ def dequantize_w4a8_weight(
     Devices: any.
     Source: docs/formats/asym_w4a8_int8.md.
     """
-    return torch.ops.kitchen.dequantize_w4a8_weight.default(
-        weight, s_rel, s_channel, codebook, correction, out_dtype, group_size, convrot_groupsize
+    return call(
+        torch.ops.kitchen.dequantize_w4a8_weight.default,
+        weight,
+        s_rel,
+        s_channel,
+        codebook,
+        correction,
+        out_dtype,
+        group_size,
+        convrot_groupsize,
     )
 
 
@@ -418,7 +436,8 @@ def w4a8_scaled_mm(
     Devices: any.
     Source: docs/formats/asym_w4a8_int8.md; order of operations: ``reference/w4a8.py``.
     """
-    return torch.ops.kitchen.w4a8_scaled_mm.default(
+    return call(
+        torch.ops.kitchen.w4a8_scaled_mm.default,
         codes, x_scale, weight, s_rel, s_channel, codebook, correction, bias, out_dtype, group_size, residual,
         residual_scale,
     )  # fmt: skip
@@ -454,7 +473,7 @@ def w4a8_linear(
     Source: docs/formats/asym_w4a8_int8.md; order of operations: ``reference/w4a8.py``.
     """
     op = torch.ops.kitchen.w4a8_linear.default
-    if torch.is_grad_enabled() and wants_grad(x, bias, residual, residual_scale, input_act_weight):
+    if wants_grad(x, bias, residual, residual_scale, input_act_weight):
 
         def run(h, bias, residual, residual_scale):
             return op(
@@ -468,8 +487,9 @@ def w4a8_linear(
             )
 
         return linear_call(
-            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight
-        )
+            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
+            (weight, s_rel, s_channel, codebook, correction),
+        )  # fmt: skip
     return op(
         x, weight, s_rel, s_channel, codebook, correction, bias, out_dtype, group_size, convrot_groupsize, input_act,
         input_act_weight, input_act_eps, residual, residual_scale,
