@@ -231,10 +231,6 @@ __device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamPara
     StageWords<T, kFrom, kParts> own;
     const uint32_t found = own.load(stage, stage + row * kRowBytes, q.zeros_at - q.scales_at, places);
     const bool exact = __any_sync(0xffffffffu, found != 0);
-    if constexpr (!kByStage) {
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&shared.empty[slot]);
-    }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       uint32_t(&operand)[2][4] = a[j % 2];
@@ -250,9 +246,12 @@ __device__ __forceinline__ void accumulate(Sums<kTokens>& sums, const StreamPara
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();  // the operands of the next word may be overwritten
-      if (kByStage && j == 0 && previous >= 0) {
+      // NOTE: an arrival does not wait for loads, and the copy engine may overtake those on their way. So a stage is given back behind
+      // what was made of all of its words: tokens of its own, which the last wgmmas read, one stage later, else at word 4.
+      const int done = kByStage ? previous : slot;
+      if (j == (kByStage ? 0 : 4) && done >= 0) {
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(&shared.empty[previous]);
+        if (lane == 0) ptx::mbarrier_arrive(&shared.empty[done]);
       }
     }
     previous = slot, slot += q.groups_k;
