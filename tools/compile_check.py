@@ -5,7 +5,8 @@
     python tools/compile_check.py --archs 90a --only int8 -v
 
 Needs nvcc and no GPU. Checks too that each header of shared_cuda compiles alone, and, in the machine code, that kernels
-hold the instructions they were written for (EXPECTED) and no local memory. Files in a folder sm75, sm80 or sm90 are
+hold the instructions they were written for (EXPECTED) and no local memory, and that no load from shared memory may be under
+way where its place is handed back (scoreboards.py). Files in a folder sm75, sm80 or sm90 are
 compiled for the architectures of FOLDER_ARCHS alone. Spills beyond ALLOWED_SPILLS are errors.
 A file is compiled for all its architectures at once, which saves a third of the time. Objects, compiler logs and a hash of all
 that went into each are kept in build/compile_check: what has the same hash is not compiled again, whatever its date.
@@ -28,6 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import scoreboards
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build/compile_check"
@@ -265,31 +269,39 @@ def disassembler() -> str | None:
     return shutil.which("cuobjdump") or (str(bundled) if bundled.exists() else None)
 
 
-def instructions(unit: Unit, arch: str, tool: str) -> dict[str, Counter[str]]:
-    """Kernel -> how often each instruction occurs in its machine code for one architecture."""
+class MachineCode(NamedTuple):
+    """What the disassembler shows of a kernel."""
+
+    counts: Counter[str]  # of each instruction
+    under_way: list[str]  # loads from shared memory, where their place is handed back
+
+
+def machine_code(unit: Unit, arch: str, tool: str) -> dict[str, MachineCode]:
+    """Kernel -> its machine code for one architecture. Kept beside the object, until that or what looks at it changes."""
     kept = unit.object.with_suffix(f".{arch}.json")
+    looks = content(Path(scoreboards.__file__)).hex() if arch in scoreboards.ARCHS else ""
     if kept.exists() and kept.stat().st_mtime > unit.object.stat().st_mtime:
-        return {name: Counter(counts) for name, counts in json.loads(kept.read_text()).items()}
+        seen = json.loads(kept.read_text())
+        if seen.get("looks") == looks:
+            return {name: MachineCode(Counter(counts), found) for name, (counts, found) in seen["kernels"].items()}
     command = [tool, "-sass", "-arch", f"sm_{arch}", str(unit.object)]
-    dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    kernels: dict[str, Counter[str]] = {}
-    for line in dump.splitlines():
-        if "Function :" in line:
-            current = kernels.setdefault(line.split("Function :")[1].strip(), Counter())
-        elif match := INSTRUCTION.match(line):
-            current[match.group(1)] += 1
-    named = dict(zip(demangle("\n".join(kernels)).splitlines(), kernels.values(), strict=True))
-    kept.write_text(json.dumps(named))
-    return named
+    listings = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function :")[1:]
+    names = demangle("\n".join(listing.partition("\n")[0].strip() for listing in listings)).splitlines()
+    kernels = {}
+    for name, listing in zip(names, listings, strict=True):
+        counts = Counter(match.group(1) for match in map(INSTRUCTION.match, listing.splitlines()) if match)
+        kernels[name] = MachineCode(counts, scoreboards.complaints(name, listing) if looks else [])
+    kept.write_text(json.dumps({"looks": looks, "kernels": kernels}))
+    return kernels
 
 
-def complaints(arch: str, used: dict[str, Usage], kernels: dict[str, Counter[str]]) -> list[str]:
+def complaints(arch: str, used: dict[str, Usage], kernels: dict[str, MachineCode]) -> list[str]:
     found = [
         f"{arch} {name}: spills {size} bytes, {allowed_spill(name)} are allowed"
         for name, (_, size) in used.items()
         if size > allowed_spill(name)
     ]
-    for name, counts in kernels.items():
+    for name, (counts, under_way) in kernels.items():
         for pattern, archs, wanted in EXPECTED:
             if arch in archs.split() and re.search(pattern, name):
                 missing = [word for word in wanted if not any(re.match(word, op) for op in counts)]
@@ -300,6 +312,7 @@ def complaints(arch: str, used: dict[str, Usage], kernels: dict[str, Counter[str
             and any(op.startswith(("LDL", "STL")) for op in counts)
         ):
             found.append(f"{arch} {name}: uses local memory")
+        found += [f"{arch} {name}: {words}" for words in under_way]
     return found
 
 
@@ -346,7 +359,7 @@ def main() -> None:
 def look(unit: Unit, arch: str, tool: str | None) -> tuple[dict[str, Usage], list[str]]:
     """What the compiler's log and the machine code say of a file's kernels, and what is wrong with them."""
     used = usage(unit, arch)
-    return used, complaints(arch, used, instructions(unit, arch, tool) if tool else {})
+    return used, complaints(arch, used, machine_code(unit, arch, tool) if tool else {})
 
 
 if __name__ == "__main__":
