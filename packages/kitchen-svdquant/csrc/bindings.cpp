@@ -168,7 +168,7 @@ void bind_stream(py::module_& m, const char* name, const Launch& launch) {
         o.plan = {std::get<0>(packed), std::get<1>(packed)};
         o.workspace = {pointer<float>(std::get<2>(packed)), pointer<uint32_t>(std::get<3>(packed)), std::get<4>(packed)};
         o.b_scale_pitch = std::get<5>(packed);
-        return launch(o, device, pointer<CUstream_st>(stream));
+        launch(o, device, pointer<CUstream_st>(stream));
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("a"), py::arg("a_scale"), py::arg("b"), py::arg("b_scale"),
       py::arg("b_scale_type"), py::arg("R"), py::arg("low"), py::arg("up"), py::arg("up_type"), py::arg("bias"),
@@ -285,12 +285,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
 #ifdef KITCHEN_HAVE_SM90
   bind_project(m);
-  bind_stream(m, "svdquant_stream_sm90",
-              [](const svdquant::StreamOperands& o, int device, cudaStream_t stream) {
-                if (svdquant::svdquant_stream_sm90_unsupported(o) != nullptr) return false;
-                svdquant::svdquant_stream_sm90(o, device, stream);
-                return true;
-              });
+  bind_stream(m, "svdquant_stream_sm90", svdquant::svdquant_stream_sm90);
   bind_stream(m, "svdquant_packed_sm90", svdquant::svdquant_packed_sm90);
   bind_packed_plan(m);
   bind_hopper_gemm(m);

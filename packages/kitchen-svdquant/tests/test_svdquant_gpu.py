@@ -13,7 +13,7 @@ from kitchen_core import ops, trace, use
 from kitchen_core.packing import pack_nibbles, unpack_nibbles
 from kitchen_core.reference import svdquant as reference
 from kitchen_core.testing import FLOAT_DTYPES, assert_close, assert_equal, expect_kernel, tolerance, unit_roundoff
-from kitchen_svdquant import _hopper, _packed, _quantize
+from kitchen_svdquant import _hopper, _packed, _quantize, _stream
 from kitchen_svdquant._extension import EXTENSION
 from kitchen_svdquant.kernels import FEW_ROWS, PACKED_ROWS
 
@@ -71,6 +71,17 @@ def gemm_arguments(M, N, K, R, act_unsigned=False, dtype=BF16, seed=0) -> dict[s
         "wscales": w["wscales"],
         "lora_act": torch.randn(M, R, generator=g, device="cuda"),
         "proj_up": w["proj_up"],
+    }
+
+
+def readable(kernel: str, arguments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The arguments, with scales and a proj_up that the kernel reads: packed takes 16 bits, and bfloat16."""
+    if kernel != PACKED:
+        return arguments
+    scales = arguments["wscales"]
+    return arguments | {
+        "wscales": scales.half() if scales.dtype == torch.float32 else scales,
+        "proj_up": arguments["proj_up"].to(BF16),
     }
 
 
@@ -212,7 +223,7 @@ def test_gemm_over_shapes_and_dtypes(kernel, act_unsigned, shape):
     skip_unless(kernel, M)
     for i, out_dtype in enumerate(FLOAT_DTYPES):
         dtype = FLOAT_DTYPES[(i + K // 64) % 3]
-        arguments = gemm_arguments(M, N, K, R, act_unsigned, dtype, seed=i)
+        arguments = readable(kernel, gemm_arguments(M, N, K, R, act_unsigned, dtype, seed=i))
         bias = torch.randn(N, device="cuda").to(dtype) if i else None
         residual = (
             torch.randn(M, N, device="cuda").to(FLOAT_DTYPES[(i + 1) % 3] if i == 2 else out_dtype) if i else None
@@ -318,10 +329,13 @@ def test_every_packed_plan(act_unsigned):
                 stages = -(-K // 256)
                 if -(-stages // pieces) * (pieces - 1) >= stages:
                     continue  # a piece would have nothing
+                plan = _packed.plan_of(M, N, K, 0, (variant, pieces))
                 for out_dtype in (BF16, torch.float32):
 
-                    def run(given, plan=(variant, pieces), out_dtype=out_dtype):
-                        return _packed.scaled_mm(*given.values(), None, act_unsigned, out_dtype, forced=plan)
+                    def run(given, plan=plan, out_dtype=out_dtype):
+                        packed = _packed.Workspace.empty(plan, given["codes"].device, False)
+                        values = *given.values(), None, act_unsigned, out_dtype
+                        return _stream.scaled_mm(_stream.PACKED, *values, packed=packed)
 
                     out = run(arguments)
                     check_close(out, want, size, branch, K + R, PACKED)
@@ -417,7 +431,7 @@ def test_quantizer_decodes_the_weight_beside(dtype):
 def test_linear(kernel, act_unsigned, dtype, M):
     skip_unless(kernel, M)
     N, K, R = 200, 1088, 40
-    w, x = layer(N, K, R, dtype), torch.randn(M, K, device="cuda").to(dtype)
+    w, x = readable(kernel, layer(N, K, R, dtype)), torch.randn(M, K, device="cuda").to(dtype)
     bias, residual = torch.randn(N, device="cuda"), torch.randn(M, N, device="cuda").to(dtype)
     with use(kernel), expect_kernel("svdquant_linear", kernel):
         out = ops.svdquant_linear(x, *w.values(), bias, act_unsigned, None, "none", None, 0.0, residual)

@@ -1,4 +1,4 @@
-"""Launches the GEMM by mma.sync, which streams the weight once per 64 rows of x. Arguments have been checked by the ops."""
+"""Launches the GEMMs by mma.sync, which read packed weights. Arguments have been checked by the ops, and by ``supports``."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from kitchen_core.arithmetic import add_residual, apply_input_act
 from kitchen_core.launch import DTYPE_CODES, pointer
 from kitchen_core.reference.svdquant import UNSIGNED_SHIFT
 
-from . import _quantize
+from . import _packed, _quantize
 from ._extension import EXTENSION
 
-BYTES, INT4, TURING, HOPPER, PACKED = (
+BYTES, INT4, TURING, FEW_ROWS, PACKED = (
     "8-bit MMA",
     "4-bit MMA",
     "8-bit MMA of sm_75",
-    "8-bit MMA behind the copy engine of Hopper",
+    "8-bit MMA, behind the copy engine where that is Hopper's",
     "8-bit MMA of tiles whose operands stay packed",
 )
-
-FEW_ROWS = 64  # the most that HOPPER takes
 
 
 def scaled_mm(
@@ -28,15 +26,15 @@ def scaled_mm(
     out_dtype=torch.bfloat16, residual=None, residual_scale=None, part_first=None, part_of=None, *,
     programmatic_launch=False, packed=None,
 ):  # fmt: skip
-    """scaled_mm_svdquant_w4a4. HOPPER: where that kernel takes the call, else BYTES.
+    """scaled_mm_svdquant_w4a4.
 
     ``programmatic_launch``: the kernel in front is a quantizer of ``_quantize`` that lets this one start early. Sums are
-    those of a row of the weight alone, a part's like the whole's. ``packed``: arguments of PACKED (``_packed.Workspace``).
+    those of a row of the weight alone, a part's like the whole's. ``packed``: the workspace of PACKED, where there is one.
     """
     if residual is not None and residual.dtype != out_dtype:  # rare: the kernel adds a residual of the output's dtype
         y = scaled_mm(
-            by, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32,
-            programmatic_launch=programmatic_launch, packed=packed,
+            by, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, torch.float32, None, None,
+            part_first, part_of, programmatic_launch=programmatic_launch, packed=packed,
         )  # fmt: skip
         scale = None if residual_scale is None else residual_scale.reshape(-1)
         return add_residual(y, residual, scale).to(out_dtype)
@@ -69,38 +67,44 @@ def scaled_mm(
     if by == TURING:
         EXTENSION.module.svdquant_gemm_sm75(*arguments)
     elif by == PACKED:
+        packed = _workspace(m, n, k, codes.device, part_of, False) if packed is None else packed
         EXTENSION.module.svdquant_packed_sm90(*arguments, (*packed.arguments(), wscales.shape[1]))
-    elif by != HOPPER or not EXTENSION.module.svdquant_stream_sm90(*arguments):
+    elif by == FEW_ROWS and _quantize.is_hopper(codes.device.index):
+        EXTENSION.module.svdquant_stream_sm90(*arguments)
+    else:
         EXTENSION.module.svdquant_gemm_sm80(*arguments)
     return out
 
 
-def few_rows(codes, *args, **kwargs):
-    """``scaled_mm`` by the kernel for few rows of this GPU."""
-    return scaled_mm(HOPPER if _quantize.is_hopper(codes.device.index) else BYTES, codes, *args, **kwargs)
-
-
 def linear(
-    x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
+    by: str, x, weight, wscales, smooth, proj_down, proj_up, bias=None, act_unsigned=False, out_dtype=None,
     input_act="none", input_act_weight=None, input_act_eps=0.0, residual=None, residual_scale=None,
     part_first=None, part_of=None,
 ):  # fmt: skip
-    """svdquant_linear for few rows of x: the quantizer and the branch's first half in one launch, the GEMM in the second."""
+    """svdquant_linear: the quantizer and the branch's first half in one launch where rows are few, the GEMM in the next."""
     n, k = weight.shape[0], 2 * weight.shape[1]
-    if n == 0:
-        return x.new_empty((*x.shape[:-1], 0), dtype=out_dtype or x.dtype)
+    out_dtype = out_dtype or x.dtype
     raw = x if input_act == "none" else apply_input_act(x.float(), input_act, input_act_weight, input_act_eps)
-    quantized, together = quantize(raw.reshape(-1, k), smooth, proj_down, act_unsigned)
-    codes, ascales, lora_act = quantized
+    rows = raw.reshape(-1, k)
+    m = rows.shape[0]
+    if n == 0 or m == 0:
+        return x.new_empty((*x.shape[:-1], n), dtype=out_dtype)
+    packed = _workspace(m, n, k, x.device, part_of, True) if by == PACKED else None
+    cleared = _quantize.NONE_CLEARED if packed is None else packed.counts()
+    (codes, ascales, lora_act), together = quantize(rows, smooth, proj_down, act_unsigned, cleared)
     flat = None if residual is None else residual.reshape(-1, n)
-    y = few_rows(
-        codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype or x.dtype, flat,
-        residual_scale, programmatic_launch=together,
+    y = scaled_mm(
+        by, codes, weight, ascales, wscales, lora_act, proj_up, bias, act_unsigned, out_dtype, flat, residual_scale,
+        part_first, part_of, programmatic_launch=together, packed=packed,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], n)
 
 
-def quantize(rows, smooth, proj_down, act_unsigned, cleared=_quantize.NONE_CLEARED):
+def _workspace(m: int, n: int, k: int, device: torch.device, part_of: int | None, cleared: bool) -> _packed.Workspace:
+    return _packed.Workspace.empty(_packed.plan_of(m, n, k, device.index, None, part_of), device, cleared)
+
+
+def quantize(rows, smooth, proj_down, act_unsigned, cleared):
     """What ``scaled_mm`` reads of x: (codes, ascales, lora_act); and whether the kernel behind may start early."""
     shift = UNSIGNED_SHIFT if act_unsigned else 0.0
     if _quantize.few_rows_supported(rows, proj_down):

@@ -5,16 +5,19 @@ from __future__ import annotations
 from functools import partial
 
 from kitchen_core.devices import DeviceFacts
+from kitchen_core.reference.svdquant import GROUP
 from kitchen_core.registry import Kernel, Problem, Provider
 
-from . import _hopper, _packed, _quantize, _stream
+from . import _hopper, _quantize, _stream
 from ._extension import EXTENSION
 
 PACKED_PRIORITY, FEW_ROWS_PRIORITY = 120, 110
 CUDA_PRIORITY, INT4_PRIORITY, SM80_PRIORITY, SM75_PRIORITY = 100, 85, 80, 70
-FEW_ROWS = _stream.FEW_ROWS  # up to here the weight is streamed: docs/kernels/svdquant.md
+FEW_ROWS = 64  # up to here the weight is streamed: docs/kernels/svdquant.md
+FEW_ROWS_K, FEW_ROWS_NUMBERS = 2**25, 2**30  # what 32-bit offsets reach: of K, and of scales or of numbers of proj_up
 # For these M codes are decoded where they are multiplied (the same page): of narrow layers, of wide ones, and of others.
 PACKED_ROWS, PACKED_ROWS_WIDE, PACKED_ROWS_ELSE = range(33, 129), range(17, 65), range(17, 97)
+PACKED_REFUSES = ("scales=float32", "proj_up=float16", "proj_up=float32")
 MAX_ROWS = 2**30  # of x and of the weight
 
 
@@ -63,7 +66,18 @@ def _few_rows_supports(problem: Problem, facts: DeviceFacts) -> str | None:
     reason = _stream_supports(problem, facts)
     if reason is None and facts.sm < 90:
         reason = f"multiplies 8-bit integers, and {facts} has 4-bit MMA"
-    return reason
+    if reason is not None or facts.sm != 90:
+        return reason
+    columns = _columns_of_whole(problem)
+    if problem.K > FEW_ROWS_K or columns * max(problem.K // GROUP, problem.rank) > FEW_ROWS_NUMBERS:
+        found = f"the call has K={problem.K}, {columns} output columns and rank {problem.rank}"
+        return f"takes K up to {FEW_ROWS_K}, and up to {FEW_ROWS_NUMBERS} scales of the weight, or numbers of proj_up; {found}"
+    return None
+
+
+def _columns_of_whole(problem: Problem) -> int:
+    """A part of a weight goes where the whole does."""
+    return problem.N if problem.part is None else problem.part[1]
 
 
 def _packed_rows(columns: int, sm_count: int) -> range:
@@ -76,22 +90,28 @@ def _packed_rows(columns: int, sm_count: int) -> range:
 
 
 def _packed_supports(problem: Problem, facts: DeviceFacts) -> str | None:
-    """Where tiles of four bits a code beat streaming the weight, and decoding it first; measured on an H200, 2026-12-01.
-
-    A part of a weight goes where the whole does.
-    """
+    """Where tiles of four bits a code beat streaming the weight, and decoding it first; measured on an H200, 2026-12-01."""
     reason = _hopper_supports(problem, facts)
     if reason is not None:
         return reason
-    columns = problem.N if problem.part is None else problem.part[1]
+    columns = _columns_of_whole(problem)
     rows = _packed_rows(columns, facts.sm_count)
     if problem.M and problem.M not in rows:
         return f"with {columns} output columns, for M of {rows[0]} to {rows[-1]}; the call has {problem.M}"
+    if problem.rank % 2:
+        return f"takes an even rank, the call has rank {problem.rank}"
+    found = [word for word in problem.options if word in PACKED_REFUSES]
+    if found:
+        return f"takes scales of 16 bits and a bfloat16 proj_up, the call has {' and '.join(found)}"
     return None
 
 
 def _scaled_mm(name: str, function, supports, priority: int) -> Kernel:
     return Kernel("scaled_mm_svdquant_w4a4", name, function, supports, priority, "svdquant")
+
+
+def _linear(name: str, function, supports, priority: int) -> Kernel:
+    return Kernel("svdquant_linear", name, function, supports, priority, "svdquant")
 
 
 provider = Provider(
@@ -100,15 +120,15 @@ provider = Provider(
         Kernel(
             "quantize_svdquant_w4a4", "groups", _quantize.quantize_w4a4, _quantizer_supports, CUDA_PRIORITY, "svdquant"
         ),
-        _scaled_mm("packed", _packed.scaled_mm, _packed_supports, PACKED_PRIORITY),
-        _scaled_mm("few_rows", _stream.few_rows, _few_rows_supports, FEW_ROWS_PRIORITY),
+        _scaled_mm("packed", partial(_stream.scaled_mm, _stream.PACKED), _packed_supports, PACKED_PRIORITY),
+        _scaled_mm("few_rows", partial(_stream.scaled_mm, _stream.FEW_ROWS), _few_rows_supports, FEW_ROWS_PRIORITY),
         _scaled_mm("sm90", _hopper.scaled_mm, _hopper_supports, CUDA_PRIORITY),
         _scaled_mm("int4", partial(_stream.scaled_mm, _stream.INT4), _int4_supports, INT4_PRIORITY),
         _scaled_mm("sm80", partial(_stream.scaled_mm, _stream.BYTES), _stream_supports, SM80_PRIORITY),
         _scaled_mm("sm75", partial(_stream.scaled_mm, _stream.TURING), _turing_supports, SM75_PRIORITY),
-        Kernel("svdquant_linear", "packed", _packed.linear, _packed_supports, PACKED_PRIORITY, "svdquant"),
-        Kernel("svdquant_linear", "few_rows", _stream.linear, _few_rows_supports, FEW_ROWS_PRIORITY, "svdquant"),
-        Kernel("svdquant_linear", "sm90", _hopper.linear, _hopper_supports, CUDA_PRIORITY, "svdquant"),
+        _linear("packed", partial(_stream.linear, _stream.PACKED), _packed_supports, PACKED_PRIORITY),
+        _linear("few_rows", partial(_stream.linear, _stream.FEW_ROWS), _few_rows_supports, FEW_ROWS_PRIORITY),
+        _linear("sm90", _hopper.linear, _hopper_supports, CUDA_PRIORITY),
     ),
     doctor=EXTENSION.describe,
 )

@@ -1,4 +1,4 @@
-// The end of a sum, for kernels whose threads finish neighbouring columns of a row.
+// What the kernels of mma.sync for Hopper share: the end of a sum, of two neighbouring columns, and the parts of low-rank factors.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -20,6 +20,7 @@
 #include "kitchen/common/to_float.h"
 #include "kitchen/host/check.h"
 #include "kitchen/host/device.h"
+#include "kitchen/host/launch.h"
 #include "kitchen/ptx/dependent_launch.h"
 #include "svdquant_gemm/scale_layout.h"
 #include "svdquant_gemm/stream_operands.h"
@@ -216,17 +217,8 @@ void launch(const StreamOperands& o, cudaStream_t stream) {
   const int64_t tiles_n = (o.N + kRows - 1) / kRows,
                 tiles_m = (o.M + kTokens * kTokenBlocks - 1) / (kTokens * kTokenBlocks);
   host::require(tiles_n * tiles_m < (int64_t{1} << 31), "svdquant_gemm_sm80: more than 2^31 - 1 blocks");
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles_n * tiles_m));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = o.programmatic_launch ? 1 : 0;
-  auto* const kernel = stream_gemm<Multiply, kTokenBlocks>;
-  host::check(cudaLaunchKernelEx(&config, kernel, o, static_cast<int>(tiles_n)), "svdquant_gemm_sm80: launch");
+  host::launch("svdquant_gemm_sm80", stream_gemm<Multiply, kTokenBlocks>, {tiles_n * tiles_m, kThreads, 1, 0, stream, o.programmatic_launch},
+               o, static_cast<int>(tiles_n));
 }
 
 template <class Multiply>
