@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "decode_w4a8_weight/decode_w4a8_weight.h"
@@ -25,7 +26,8 @@ namespace {
 using namespace kitchen;
 
 constexpr int kAbi = 1;  // kitchen_core.abi.KITCHEN_ABI
-using Plan = std::pair<int, int>;  // of the members of stream::Plan, resident::Plan and hopper::Plan
+using Plan = std::pair<int, int>;  // of the members of stream::Plan and resident::Plan
+using HopperPlan = std::tuple<int, int, int>;  // of those of hopper::Plan
 
 template <class T>
 T* pointer(uintptr_t address) {
@@ -173,8 +175,8 @@ w4a8::ScaledMmParams scaled_mm_params(int64_t M, int64_t N, int64_t K, int bits,
 
 // Every product takes the same arguments; `run` gets them with the plan. <name>_linear is the quantizer of activations and the
 // product behind it, each a programmatic dependent of the kernel in front: each waits for that before it reads or writes
-// anything but weights, and lets the next start only then. `order(bits, plan)` is that of the codes of x that it wants.
-template <class Order, class Run>
+// anything but weights, and lets the next start only then. `order(plan)` is that of the codes of x that it wants.
+template <class Plan, class Order, class Run>
 void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Order order, Run run) {
   m.def(
       name.c_str(),
@@ -197,7 +199,7 @@ void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Or
             uintptr_t codebook, uintptr_t b_scale, uintptr_t bias, int bias_type, uintptr_t residual, uintptr_t residual_scale,
             int residual_scale_stride, uintptr_t out, int out_type, uintptr_t workspace, const std::optional<Plan>& plan,
             int device, uintptr_t stream) {
-        const int8::CodeOrder wanted = order(bits, plan);
+        const int8::CodeOrder wanted = order(plan);
         const int64_t row_bytes = int8::row_bytes(static_cast<int>(K), wanted);
         const uintptr_t scales = workspace + M * row_bytes;
         auto quantizer = activation_params(x, x_row_stride, dtype, workspace, scales, M, K, rotation, act, act_weight,
@@ -216,16 +218,16 @@ void bind_scaled_mm(py::module_& m, const std::string& name, const char* doc, Or
       "multiple of 16. Hopper's tiles want the rows of codes padded to 128 columns, and nothing more.");
 }
 
-int8::CodeOrder by_columns(int, const std::optional<Plan>&) { return int8::CodeOrder::kColumns; }
+int8::CodeOrder by_columns(const std::optional<Plan>&) { return int8::CodeOrder::kColumns; }
 
 #ifdef KITCHEN_HAVE_SM80
 void bind_stream(py::module_& m) {
   namespace stream = w4a8::stream;
-  bind_scaled_mm(m, "w4a8_stream", "1 to 16 rows of a. plan: (warps side by side, pieces of K), None chooses.", by_columns,
-                 [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
-                   const stream::Plan forced = plan ? stream::Plan{plan->first, plan->second} : stream::Plan{};
-                   stream::run(p, plan ? &forced : nullptr, device, on);
-                 });
+  bind_scaled_mm<Plan>(m, "w4a8_stream", "1 to 16 rows of a. plan: (warps side by side, pieces of K), None chooses.", by_columns,
+                       [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+                         const stream::Plan forced = plan ? stream::Plan{plan->first, plan->second} : stream::Plan{};
+                         stream::run(p, plan ? &forced : nullptr, device, on);
+                       });
   m.def(
       "w4a8_stream_plan",
       [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, int smem_per_block, bool has_clusters,
@@ -250,13 +252,13 @@ void bind_stream(py::module_& m) {
 #ifdef KITCHEN_HAVE_SM90
 void bind_resident(py::module_& m) {
   namespace resident = w4a8::resident;
-  bind_scaled_mm(m, "w4a8_resident",
-                 "1 to 32 rows of a; codes are the records of the resident layout, s_rel is not looked at. plan: (warps side by side, pieces of K).",
-                 by_columns,
-                 [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
-                   const resident::Plan forced = plan ? resident::Plan{plan->first, plan->second} : resident::Plan{};
-                   resident::run(p, plan ? &forced : nullptr, device, on);
-                 });
+  bind_scaled_mm<Plan>(m, "w4a8_resident",
+                       "1 to 32 rows of a; codes are the records of the resident layout, s_rel is not looked at. plan: (warps side by side, pieces of K).",
+                       by_columns,
+                       [](const w4a8::ScaledMmParams& p, int8_t*, const std::optional<Plan>& plan, int device, cudaStream_t on) {
+                         const resident::Plan forced = plan ? resident::Plan{plan->first, plan->second} : resident::Plan{};
+                         resident::run(p, plan ? &forced : nullptr, device, on);
+                       });
   m.def(
       "w4a8_resident_plan",
       [](int64_t M, int64_t N, int64_t K, int bits, int group, int sm_count, int smem_per_block, bool has_clusters,
@@ -279,25 +281,28 @@ void bind_resident(py::module_& m) {
 
 void bind_hopper(py::module_& m) {
   namespace hopper = w4a8::hopper;
-  bind_scaled_mm(m, "w4a8_hopper",
-                 "workspace: as w4a8_hopper_plan says. plan: (tokens of a tile or 0, pieces of K), None chooses (w4a8_hopper_linear "
-                 "wants one).",
-                 [](int bits, const std::optional<Plan>& plan) {
-                   host::require(plan.has_value(), "w4a8_hopper_linear: no plan is given, from which the order of the codes of x follows");
-                   return hopper::token_order({plan->first, plan->second}, bits);
-                 },
-                 [](const w4a8::ScaledMmParams& p, int8_t* workspace, const std::optional<Plan>& plan, int device, cudaStream_t on) {
-                   const hopper::Plan forced = plan ? hopper::Plan{plan->first, plan->second} : hopper::Plan{};
-                   hopper::run(p, workspace, plan ? &forced : nullptr, device, on);
-                 });
+  const auto plan_of = [](const HopperPlan& p) { return hopper::Plan{std::get<0>(p), std::get<1>(p), std::get<2>(p)}; };
+  bind_scaled_mm<HopperPlan>(
+      m, "w4a8_hopper",
+      "workspace: as w4a8_hopper_plan says. plan: (outputs and tokens of a tile, or 0 and 0; pieces of K), None chooses "
+      "(w4a8_hopper_linear wants one).",
+      [=](const std::optional<HopperPlan>& plan) {
+        host::require(plan.has_value(), "w4a8_hopper_linear: no plan is given, from which the order of the codes of x follows");
+        return hopper::token_order(plan_of(*plan));
+      },
+      [=](const w4a8::ScaledMmParams& p, int8_t* workspace, const std::optional<HopperPlan>& plan, int device, cudaStream_t on) {
+        const hopper::Plan forced = plan ? plan_of(*plan) : hopper::Plan{};
+        hopper::run(p, workspace, plan ? &forced : nullptr, device, on);
+      });
   m.def(
       "w4a8_hopper_plan",
-      [](int64_t M, int64_t N, int64_t K, int bits, int group, bool copies_result, int sm_count, const std::optional<Plan>& plan) {
+      [=](int64_t M, int64_t N, int64_t K, int bits, int group, bool copies_result, int sm_count,
+          const std::optional<HopperPlan>& plan) {
         const hopper::Problem problem = {M, N, K, bits, group, copies_result};
-        const hopper::Plan chosen = plan ? hopper::Plan{plan->first, plan->second} : hopper::choose_plan(problem, sm_count);
+        const hopper::Plan chosen = plan ? plan_of(*plan) : hopper::choose_plan(problem, sm_count);
         const char* const reason = hopper::rejected(problem, chosen);
         const int64_t workspace = reason == nullptr ? hopper::workspace_bytes(problem, chosen) : 0;
-        return std::make_tuple(Plan(chosen.tokens, chosen.splits), hopper::describe(problem, chosen),
+        return std::make_tuple(HopperPlan(chosen.rows, chosen.tokens, chosen.splits), hopper::describe(problem, chosen),
                                std::string(reason == nullptr ? "" : reason), workspace);
       },
       py::arg("M"), py::arg("N"), py::arg("K"), py::arg("bits"), py::arg("group"), py::arg("copies_result"), py::arg("sm_count"),

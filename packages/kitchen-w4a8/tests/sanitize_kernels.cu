@@ -260,13 +260,15 @@ void check_hopper(const Weight& w) {
     hopper::Plan plan;
     int M;
   };
-  for (const auto& [plan, M] : {Case{{32, 1}, 37}, Case{{64, 2}, 69}, Case{{128, 1}, 133}, Case{{160, 1}, 40}, Case{{160, 1}, 100},
-                                Case{{160, 3}, 165}, Case{{192, 1}, 197}, Case{{192, 2}, 197}, Case{{256, 1}, 261},
-                                Case{{256, 2}, 261}, Case{{0, 1}, 5}}) {
+  for (const auto& [plan, M] : {Case{{64, 32, 1}, 37}, Case{{64, 64, 2}, 69}, Case{{64, 128, 1}, 133}, Case{{64, 160, 1}, 165},
+                                Case{{64, 160, 2}, 165}, Case{{64, 256, 1}, 261}, Case{{64, 256, 2}, 261}, Case{{192, 64, 1}, 40},
+                                Case{{192, 128, 1}, 100}, Case{{192, 160, 3}, 165}, Case{{192, 192, 1}, 197}, Case{{192, 192, 2}, 197},
+                                Case{{128, 256, 1}, 261}, Case{{128, 256, 2}, 261}, Case{{0, 0, 1}, 5}}) {
     const Problem problem(M, w);
-    problem.check("hopper " + std::to_string(plan.tokens), [&, plan = plan](const ScaledMmParams& p) {
+    const std::string name = "hopper " + std::to_string(plan.rows) + " x " + std::to_string(plan.tokens);
+    problem.check(name, [&, plan = plan](const ScaledMmParams& p) {
       const hopper::Problem asked = hopper::problem_of(p);
-      const hopper::Plan used = hopper::rejected(asked, plan) == nullptr ? plan : hopper::Plan{32, 1};
+      const hopper::Plan used = hopper::rejected(asked, plan) == nullptr ? plan : hopper::Plan{64, 32, 1};
       int8_t* workspace = nullptr;  // not initialised: nothing may rely on what is in it
       host::check(cudaMalloc(&workspace, hopper::workspace_bytes(asked, used)), "cudaMalloc");
       hopper::run(p, workspace, &used, 0, nullptr);

@@ -23,9 +23,11 @@ DTYPES = (BF16, FP16, torch.float32)
 KERNELS = ("w4a8/stream", "w4a8/hopper", "w4a8/decoded")
 MOST_ROWS = {"w4a8/stream": 16, "w4a8/hopper": 300, "w4a8/decoded": 300}
 STREAM_PLANS = [(warps, splits) for warps in (1, 2, 4, 8, 16) for splits in (1, 2, 4, 8)]
-HOPPER_PLANS = [
-    (tokens, splits) for tokens in (0, 32, 64, 128, 160, 192, 256) for splits in (1, 2, 3, 4, 8)
-]  # 0: decoded first
+HOPPER_TILES = [
+    *((64, tokens) for tokens in (32, 64, 128, 160, 256)), *((192, tokens) for tokens in (64, 128, 160, 192)), (128, 256),
+]  # fmt: skip
+NO_TILES = [(0, 0), (64, 192)]  # decoding first, and nothing
+HOPPER_PLANS = [(*tile, splits) for tile in (*HOPPER_TILES, *NO_TILES) for splits in (1, 2, 3, 4, 8)]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -247,7 +249,7 @@ def test_every_plan(launch, plans, rows, bits):
                         continue
                     ran += 1
                     assert torch.equal(_launch.scaled_mm(launch, *arguments, plan=plan), want), answer.words
-    assert ran >= (100 if launch == _launch.STREAM else 270)
+    assert ran >= (100 if launch == _launch.STREAM else 420)
 
 
 @pytest.mark.parametrize("bits", [4, 6])
@@ -265,7 +267,7 @@ def test_scales_of_every_group_and_alignment(bits, group):
             shifted.copy_(scales)
             for given in (scales, shifted):
                 arguments[3] = given.view(torch.float8_e4m3fn)
-                for plan in ((64, 1), (128, 1), (0, 1)):
+                for plan in ((64, 64, 1), (64, 128, 1), (0, 0, 1)):
                     assert torch.equal(_launch.scaled_mm(_launch.HOPPER, *arguments, plan=plan), want), (K, M, plan)
 
 
@@ -273,10 +275,10 @@ def test_decoding_first_in_pieces():
     """A weight of more than the workspace: three pieces, the last one short."""
     M, N, K = 72, 40_008, 4096
     arguments = problem(M, N, K, bias=torch.float16, residual=True)
-    assert _launch.hopper_plan(M, N, K, 4, 16, True, 0, (0, 1)).workspace <= 64 << 20
+    assert _launch.hopper_plan(M, N, K, 4, 16, True, 0, (0, 0, 1)).workspace <= 64 << 20
     want = ops.w4a8_scaled_mm(*arguments)
     for _ in range(3):
-        assert torch.equal(_launch.scaled_mm(_launch.HOPPER, *arguments, plan=(0, 1)), want)
+        assert torch.equal(_launch.scaled_mm(_launch.HOPPER, *arguments, plan=(0, 0, 1)), want)
 
 
 @pytest.mark.parametrize("bits", [4, 6])
@@ -371,7 +373,7 @@ def test_linear_equals_its_two_steps_where_codes_are_ordered(bits, monkeypatch):
         x = floats(M, K * (2 if act == "swiglu" else 1), dtype=dtype)
         codes, scale = _launch.quantize_activation(x, rotation, act)
         want = reference.w4a8_scaled_mm(codes, scale, *rest, None, None, dtype, 32)
-        for plan in ((32, 1), (64, 2), (128, 1), (160, 1), (192, 1), (256, 1), (0, 1)):
+        for plan in (*((*tile, 1) for tile in HOPPER_TILES), (64, 64, 2), (0, 0, 1)):
             monkeypatch.setattr(_launch, "hopper_plan", lambda *problem, plan=plan: planned(*problem[:7], plan))
             out = _launch.linear(_launch.HOPPER, x, *rest, group_size=32, convrot_groupsize=rotation, input_act=act)
             assert torch.equal(out, want), (K, rotation, M, dtype, act, plan)

@@ -34,7 +34,7 @@ struct Decoder {
   const DecodeParams& p;
   const uint4* table;  // 4 bits, e4m3
   const float* levels;  // 4 bits, float32
-  uint32_t units_per_row, groups_per_row;
+  uint32_t units_per_row, groups_per_row, minus_first;
 
   __device__ __forceinline__ Unit load(uint32_t unit) const {
     const uint32_t row = unit / units_per_row, at = unit - row * units_per_row;
@@ -80,8 +80,9 @@ struct Decoder {
     uint4 out;
     if (kBits == 6) {
       uint32_t words[4];
-      quant::decode_six(u.nibbles.x, u.nibbles.y, u.top, quant::negated_scales(u.scales), words);
-      return quant::column_order(words);
+      quant::SixCodes(u.nibbles.x, u.nibbles.y, u.top).decode(words, quant::negated_scale(u.scales), minus_first);
+      constexpr uint32_t kInvert = 0x7f7f7f7fu;  // 127 - w for every w of at most 254
+      return make_uint4(words[0] ^ kInvert, words[1] ^ kInvert, words[2] ^ kInvert, words[3] ^ kInvert);
     }
     if (p.group >= kUnit) {
       const uint4 row = table[u.scales];
@@ -99,12 +100,12 @@ struct Decoder {
 };
 
 template <int kBits, bool kFloatScales>
-__global__ void __launch_bounds__(kThreads) decode_weight(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(kThreads) decode_weight(const __grid_constant__ DecodeParams p, uint32_t minus_first) {
   constexpr bool kTable = kBits == 4 && !kFloatScales;
   __shared__ uint4 table[kTable ? 256 : 1];
   __shared__ float levels[16];
   const uint32_t units_per_row = p.K / kUnit, units = units_per_row * static_cast<uint32_t>(p.N);
-  const Decoder<kBits, kFloatScales> decoder{p, table, levels, units_per_row, static_cast<uint32_t>(p.K / p.group)};
+  const Decoder<kBits, kFloatScales> decoder{p, table, levels, units_per_row, static_cast<uint32_t>(p.K / p.group), minus_first};
   const uint32_t stride = gridDim.x * kThreads;
   if (p.launch == EarlyLaunch::kWaitsFirst) ptx::wait_then_launch_dependents();
   if (kTable) {
@@ -142,7 +143,8 @@ void decode_w4a8_weight(const DecodeParams& p, int device, cudaStream_t stream) 
       std::min<int64_t>(needed, int64_t{kBlocksPerSm} * host::attribute(cudaDevAttrMultiProcessorCount, device));
   const auto kernel = p.bits == 4 ? (p.float_scales ? decode_weight<4, true> : decode_weight<4, false>)
                                   : (p.float_scales ? decode_weight<6, true> : decode_weight<6, false>);
-  host::launch("decode_w4a8_weight", kernel, {grid, kThreads, 1, 0, stream, p.launch != EarlyLaunch::kNone}, p);
+  host::launch("decode_w4a8_weight", kernel, {grid, kThreads, 1, 0, stream, p.launch != EarlyLaunch::kNone}, p,
+               quant::kMinusFirst);
 }
 
 }  // namespace kitchen::w4a8

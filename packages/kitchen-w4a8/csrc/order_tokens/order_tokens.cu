@@ -10,7 +10,6 @@
 #include "kitchen/host/device.h"
 #include "kitchen/host/launch.h"
 #include "kitchen/ptx/dependent_launch.h"
-#include "kitchen/quant/w4a8_decode.h"
 
 namespace kitchen::w4a8 {
 namespace {
@@ -32,13 +31,7 @@ __global__ void __launch_bounds__(kThreads) order_tokens_kernel(const __grid_con
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const int k = first + 32 * q;
-    if (p.bits == 4) {
-      words[q] = word_at(row, k + 4 * i, p.K);
-    } else {  // columns 2 * (i % 4), the next, and the same 8 further, of 16
-      const int pair = k + 16 * (i / 4) + 4 * (i % 4 / 2);
-      const uint32_t low = word_at(row, pair, p.K), high = word_at(row, pair + 8, p.K);
-      words[q] = __byte_perm(low, high, i % 2 == 0 ? 0x5140 : 0x7362);
-    }
+    words[q] = word_at(row, k + 4 * i, p.K);
   }
   reinterpret_cast<uint4*>(p.out)[piece] = make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -12,7 +12,6 @@ struct OrderTokensParams {
   int8_t* out;      // [M, K rounded up to 128], aligned to 16 bytes
   int64_t M;
   int K;            // a multiple of 16
-  int bits;         // of the weights: at 6 the bytes of 16 columns go to quant::kOrder6 as well
   bool programmatic_launch;
 };
 

@@ -23,8 +23,9 @@ MAX_ROTATION = 4096  # of the quantizer of activations
 LEVELS_CODES = {"codebook": 0, "uniform": 1, "asymmetric": 2, "six": 3}  # Levels of csrc
 MAX_DECODED = 2**35 - 1  # weights of one decoding launch
 
-# Of csrc: stream::Plan and resident::Plan (warps side by side, pieces of K), hopper::Plan (tokens of a tile, pieces of K).
-Plan = tuple[int, int]
+# Of csrc: stream::Plan and resident::Plan (warps side by side, pieces of K), hopper::Plan (outputs and tokens of a tile, pieces
+# of K).
+Plan = tuple[int, int] | tuple[int, int, int]
 
 
 class PlanAnswer(NamedTuple):

@@ -5,17 +5,21 @@
 // - 4 bits with e4m3 scales: all 256 x 16 results are a table of 4 KB, a row of 16 bytes for each scale byte, and four codes
 //   are looked up at once by byte permutes: 1.4 instructions a weight; 0.9 where a product can be split by sign
 //   (look_up_signs);
-// - 6 bits with e4m3 scales: two weights at once in fp16. level has 6 significant bits and the scale 4, so the product is exact
-//   in the 11 bits of fp16 and one FMA onto 1536 = 1.5 * 2^10 rounds it to an integer, ties to even, in the low bits.
+// - 6 bits with e4m3 scales: two weights at once in fp16. A code in a byte, with a zero byte in front, is the fp16 number
+//   c * 2^-24, of which one FMA makes (c - 32) * 2^-9. Times the scale (4 significant bits) it is exact until an FMA onto 3 rounds
+//   it to a multiple of 2^-9, ties to even: the sum's low bits count such multiples, and more bits mean a larger number, so that
+//   the clamp is an integer one.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include <cstdint>
 
+#include "kitchen/ptx/add_clamp.h"
 #include "kitchen/ptx/bits.h"
 #include "kitchen/ptx/half_pairs.h"
 #include "kitchen/ptx/math.h"
+#include "kitchen/ptx/select_bits.h"
 
 namespace kitchen::quant {
 
@@ -106,74 +110,53 @@ __device__ __forceinline__ uint32_t look_up_four(const uint4& row, uint32_t code
 
 // ------------------------------------------------------------------------------------------------- 6 bits, in fp16
 
-// -scale, twice, and -scale / 16, twice, as fp16: what decode_six multiplies by. Exact: the least is 2^-13.
-__device__ __forceinline__ uint2 negated_scales(uint32_t byte) {
+// -scale of an e4m3 byte, twice, as fp16: what decode_six_pair multiplies by. Exact.
+__device__ __forceinline__ uint32_t negated_scale(uint32_t byte) {
   const uint32_t twice = (byte & 0x7fu) * 0x00800080u | ((byte & 0x80u) << 8) * 0x00010001u;  // off by 2^(15 - 7)
   const __half2 scale = __hmul2(reinterpret_cast<const __half2&>(twice), __float2half2_rn(-256.0f));
-  const __half2 sixteenth = __hmul2(scale, __float2half2_rn(0.0625f));
-  return make_uint2(reinterpret_cast<const uint32_t&>(scale), reinterpret_cast<const uint32_t&>(sixteenth));
+  return reinterpret_cast<const uint32_t&>(scale);
 }
 
-// Two codes, in bits 0..5 and 16..21 of a word that is 0x6400 plus them (the fp16 number 1024 + code), to 127 - v8 in the low
-// byte of each half. The fp16 result lies in [0, 15872] and its bits grow with it, so that the clamp to 1536 -+ 127 can be an
-// integer one.
-__device__ __forceinline__ uint32_t round_pair(__half2 level, uint32_t negated_scale) {
-  const uint32_t rounded = ptx::fma_relu_pair(reinterpret_cast<const uint32_t&>(level), negated_scale, 0x66006600u);
-  constexpr uint32_t kFirst = 0x10000u - (0x6600u - 127u);  // minus the bits of 1536 - 127
-  return __viaddmin_s16x2_relu(rounded, kFirst << 16 | kFirst, 254u << 16 | 254u);
-}
-__device__ __forceinline__ uint32_t decode_pair(uint32_t pair, uint32_t negated_scale) {
-  return round_pair(__hsub2(reinterpret_cast<const __half2&>(pair), __float2half2_rn(1024.0f + 32.0f)), negated_scale);
-}
-// The codes in bits 4..9 and 20..25, with a sixteenth of the scale.
-__device__ __forceinline__ uint32_t decode_pair_high(uint32_t pair, uint32_t negated_sixteenth) {
-  return round_pair(__hsub2(reinterpret_cast<const __half2&>(pair), __float2half2_rn(1024.0f + 16.0f * 32.0f)),
-                    negated_sixteenth);
+// Minus the bits of 3 - 127 * 2^-9, twice: what is added in front of the clamp. NOTE: give it to decode_six_pair out of memory:
+// ptxas loads a value that it knows anew for each clamp.
+constexpr uint32_t kMinusFirst = (0x10000u - (0x4200u - 127u)) * 0x00010001u;
+
+// Two codes, in the low bytes of halves that are 0 besides, to 127 - v8 there.
+__device__ __forceinline__ uint32_t decode_six_pair(uint32_t codes, uint32_t negated_scale, uint32_t minus_first) {
+  const __half2 level = __hfma2(reinterpret_cast<const __half2&>(codes), __float2half2_rn(0x1p15f), __float2half2_rn(-0x1p-4f));
+  const uint32_t rounded = ptx::fma_relu_pair(reinterpret_cast<const uint32_t&>(level), negated_scale, 0x42004200u);
+  return ptx::add_clamp_pair(rounded, minus_first, 254u << 16 | 254u);
 }
 
-// 16 codes of one group: their low nibbles (first column in bits 0..3 of n0) and their top bits (first column in bits 0..1), to
-// 127 - v8, four columns a word in the order of kOrder6: columns i and i + 8 have their top bits at the same place of either
-// half word, so that a pair needs no more shifts than one.
-// Of four codes the last two stay four bits higher, which saves half of the shifts: they are 16 times as large, exactly, and
-// meet a sixteenth of the scale.
-constexpr int kOrder6[16] = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};
-// Words 2 * kHalf and the next.
-template <int kHalf>
-__device__ __forceinline__ void decode_six_half(uint32_t n0, uint32_t n1, uint32_t top, uint2 negated_scales, uint32_t& first,
-                                                uint32_t& second) {
-  const uint32_t n = ptx::pick_bytes(n0, n1, kHalf == 0 ? 0x5410 : 0x7632), n4 = n >> 4, n8 = n >> 8;
-  const uint32_t even = kHalf == 0 ? top << 4 : top >> 4, odd = kHalf == 0 ? top << 2 : top >> 6;
-  const uint32_t u0 = decode_pair(ptx::and_or(even, 0x00300030u, ptx::and_or(n, 0x000f000fu, 0x64006400u)), negated_scales.x);
-  const uint32_t u1 = decode_pair(ptx::and_or(odd, 0x00300030u, ptx::and_or(n4, 0x000f000fu, 0x64006400u)), negated_scales.x);
-  const uint32_t u2 =
-      decode_pair_high(ptx::and_or(even, 0x03000300u, ptx::and_or(n4, 0x00f000f0u, 0x64006400u)), negated_scales.y);
-  const uint32_t u3 =
-      decode_pair_high(ptx::and_or(odd, 0x03000300u, ptx::and_or(n8, 0x00f000f0u, 0x64006400u)), negated_scales.y);
-  first = ptx::pick_bytes(u0, u1, 0x6420), second = ptx::pick_bytes(u2, u3, 0x6420);
-}
-__device__ __forceinline__ void decode_six_unsigned(uint32_t n0, uint32_t n1, uint32_t top, uint2 negated_scales,
-                                                    uint32_t (&words)[4]) {
-  decode_six_half<0>(n0, n1, top, negated_scales, words[0], words[1]);
-  decode_six_half<1>(n0, n1, top, negated_scales, words[2], words[3]);
-}
+// 16 codes of one group: byte b of word i is the code of column 4 * b + i.
+struct SixCodes {
+  uint32_t words[4];
 
-// The same to v8.
-__device__ __forceinline__ void decode_six(uint32_t n0, uint32_t n1, uint32_t top, uint2 negated_scales, uint32_t (&words)[4]) {
-  decode_six_unsigned(n0, n1, top, negated_scales, words);
+  SixCodes() = default;  // not set
+  // Low nibbles (first column in bits 0..3 of n0) and top bits (first column in bits 0..1).
+  __device__ __forceinline__ SixCodes(uint32_t n0, uint32_t n1, uint32_t top) {
+    const uint32_t first = ptx::permute_bytes(n0, n1, 0x6420), second = ptx::permute_bytes(n0, n1, 0x7531);
+    // Two bits of every four: what a shift carries into a byte lies where its nibble goes. NOTE: written as an AND, the compiler
+    // masks behind each shift.
+    const uint32_t even = ptx::select_bits(0x33333333u, top, 0), odd = ptx::select_bits(0xccccccccu, top, 0);
+    words[0] = ptx::select_bits(0x0f0f0f0fu, first, even * 16);
+    words[1] = ptx::select_bits(0x0f0f0f0fu, first >> 4, odd * 4);
+    words[2] = ptx::select_bits(0x0f0f0f0fu, second, even);
+    words[3] = ptx::select_bits(0x0f0f0f0fu, second >> 4, odd >> 2);
+  }
+
+  // 127 - v8 of columns 4 * i .. 4 * i + 3. No byte has its sign set, so that to repeat a sign is to fill in zeros.
+  __device__ __forceinline__ uint32_t decode_four(int i, uint32_t negated_scale, uint32_t minus_first) const {
+    const uint32_t pick = 0x8480u + 0x1111u * i;
+    const uint32_t even = decode_six_pair(ptx::permute_bytes(words[0], words[2], pick), negated_scale, minus_first);
+    const uint32_t odd = decode_six_pair(ptx::permute_bytes(words[1], words[3], pick), negated_scale, minus_first);
+    return even + odd * 256;
+  }
+
+  __device__ __forceinline__ void decode(uint32_t (&to)[4], uint32_t negated_scale, uint32_t minus_first) const {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] ^= 0x7f7f7f7fu;  // 127 - u for every u in 0..254
-}
-
-// The 16 bytes of activations (or of anything) that go with decode_six: from column order to kOrder6.
-__device__ __forceinline__ uint4 order_six(const uint4& columns) {
-  return make_uint4(ptx::pick_bytes(columns.x, columns.z, 0x5140), ptx::pick_bytes(columns.x, columns.z, 0x7362),
-                    ptx::pick_bytes(columns.y, columns.w, 0x5140), ptx::pick_bytes(columns.y, columns.w, 0x7362));
-}
-
-// Back again.
-__device__ __forceinline__ uint4 column_order(const uint32_t (&words)[4]) {
-  return make_uint4(ptx::pick_bytes(words[0], words[1], 0x6420), ptx::pick_bytes(words[2], words[3], 0x6420),
-                    ptx::pick_bytes(words[0], words[1], 0x7531), ptx::pick_bytes(words[2], words[3], 0x7531));
-}
+    for (int i = 0; i < 4; ++i) to[i] = decode_four(i, negated_scale, minus_first);
+  }
+};
 
 }  // namespace kitchen::quant

@@ -15,8 +15,8 @@ struct Problem {
   bool copies_result;  // the copy engine can write the result and read the residual: rows aligned to 16 bytes
 };
 struct Plan {
-  int tokens;  // of a tile: 32, 64, 128 (of 64 outputs), up to 160, 192 (of 192) or 256 (of 128); 0: decoded first, then INT8
-  int splits;  // pieces of K, the blocks of a cluster: 1, 2, 4 or, up to 64 tokens, 8, beyond, 3
+  int rows, tokens;  // outputs and tokens of a tile: one of kTiles in hopper.cu; 0 and 0: decoded first, then INT8
+  int splits;  // pieces of K, the blocks of a cluster: 1, 2, 4 and 8 of 64 outputs (beyond 128 tokens: 1 and 2), 1 to 4 of others
 };
 
 Problem problem_of(const ScaledMmParams& params);
@@ -25,7 +25,7 @@ const char* unsupported(const Problem& problem);  // nullptr, or why not
 const char* rejected(const Problem& problem, const Plan& plan);  // nullptr, or why not
 std::string describe(const Problem& problem, const Plan& plan);
 int64_t workspace_bytes(const Problem& problem, const Plan& plan);
-int8::CodeOrder token_order(const Plan& plan, int bits);  // of a, where it need not be ordered first (ScaledMmParams::ordered)
+int8::CodeOrder token_order(const Plan& plan);  // of a, where it need not be ordered first (ScaledMmParams::ordered)
 // workspace: of workspace_bytes (nullptr where a is ordered), aligned to 256; nothing need be in it.
 void run(const ScaledMmParams& params, int8_t* workspace, const Plan* forced, int device, cudaStream_t stream);
 

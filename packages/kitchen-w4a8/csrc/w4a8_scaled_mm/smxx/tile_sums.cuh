@@ -48,9 +48,9 @@ struct Ownership {
   __device__ __forceinline__ int count_of(unsigned rank) const {
     return (((quads >> together_log2) + (1 << splits_log2) - 1 - static_cast<int>(rank)) >> splits_log2) << together_log2;
   }
-  // That come to block `rank` from the cluster for a tile.
+  // That come to block `rank` from the others of the cluster for a tile.
   __device__ __forceinline__ uint32_t bytes_for(unsigned rank) const {
-    return static_cast<uint32_t>(count_of(rank) << splits_log2) * sizeof(int4);
+    return static_cast<uint32_t>(count_of(rank) * ((1 << splits_log2) - 1)) * sizeof(int4);
   }
 };
 
@@ -87,15 +87,20 @@ struct TileMemory {
   int* sums;                  // [M][pitch]; zero again afterwards
   const float* token_scales;  // [M]
   const float2* columns;      // b_scale and bias of the tile's outputs
-  int4* received;             // what comes from the cluster, by quad and block
+  int4* received;             // what comes from the other blocks of the cluster, by quad and block
   uint64_t* barrier;          // of store_async.h: it has come
 };
+
+// Bytes of TileMemory::received, for `quads` of a tile.
+constexpr int64_t received_bytes(int64_t quads, int splits) {
+  return (quads + 8 * splits - 1) / (8 * splits) * 8 * (splits - 1) * 16;
+}
 
 // By all threads, behind a barrier: every quad of a tile, over a cluster sent to the block that adds them up; then finished.
 // `more(m)` is added to this block's sums of token m.
 template <int kThreads, class More>
-__device__ __forceinline__ void finish_tile(const EpilogueParams& p, const TileShape& t, const TileMemory& memory, uint32_t parity,
-                                            int tile, unsigned rank, const More& more) {
+__device__ __forceinline__ void finish_tile(const EpilogueParams& p, const TileShape& t, const TileMemory& memory,
+                                            uint32_t parity, int tile, unsigned rank, const More& more) {
   const Ownership ownership(t);
   const int pitch = t.pitch();
   const auto take = [&](int quad) {
@@ -108,7 +113,9 @@ __device__ __forceinline__ void finish_tile(const EpilogueParams& p, const TileS
   if (t.splits > 1) {
 #pragma unroll 1
     for (int quad = threadIdx.x; quad < ownership.quads; quad += kThreads) {
-      ptx::store_async_16(memory.received + ownership.slot_of(quad) * t.splits + rank, memory.barrier, ownership.owner_of(quad),
+      const unsigned owner = ownership.owner_of(quad), others_before = rank < owner ? rank : rank - 1;
+      if (owner == rank) continue;
+      ptx::store_async_16(memory.received + ownership.slot_of(quad) * (t.splits - 1) + others_before, memory.barrier, owner,
                           take(quad));
     }
     ptx::receive_wait_phase(memory.barrier, parity);
@@ -116,18 +123,14 @@ __device__ __forceinline__ void finish_tile(const EpilogueParams& p, const TileS
   const int count = ownership.count_of(rank);
 #pragma unroll 1
   for (int slot = threadIdx.x; slot < count; slot += kThreads) {
-    int4 sum;
-    if (t.splits == 1) {
-      sum = take(slot);
-    } else {
-      sum = memory.received[slot * t.splits];
+    const int quad = ownership.quad_of(slot, rank);
+    int4 sum = take(quad);
 #pragma unroll 1
-      for (int s = 1; s < t.splits; ++s) {
-        const int4 other = memory.received[slot * t.splits + s];
-        sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
-      }
+    for (int s = 0; s < t.splits - 1; ++s) {
+      const int4 other = memory.received[slot * (t.splits - 1) + s];
+      sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
     }
-    finish_quad(p, t, memory.token_scales, memory.columns, tile * t.outputs(), ownership.quad_of(slot, rank), sum);
+    finish_quad(p, t, memory.token_scales, memory.columns, tile * t.outputs(), quad, sum);
   }
 }
 

@@ -149,8 +149,8 @@ int64_t chunk_rows(int64_t N, int64_t K) {
 int64_t workspace_bytes(int64_t N, int64_t K) { return std::min(N, chunk_rows(N, K)) * K; }
 
 double estimated_cycles(const Problem& q, int sm_count) {
-  constexpr double kStart = 4000;  // of a piece, beside the quantizer
-  constexpr double kDecodedPerCycle = 9.5;  // weights of an SM, by the memory's rate
+  constexpr double kStart = 1300;  // of a piece, beside the quantizer
+  constexpr double kDecodedPerCycle = 7.5;  // weights of an SM, by the memory's rate
   double cycles = 0;
   const int64_t rows = chunk_rows(q.N, q.K);
   for (int64_t first = 0; first < q.N; first += rows) {

@@ -1,10 +1,13 @@
-// How the sums of hopper.cuh leave: scaled, by one of four ways (finish_mapped, finish_chunks, finish_whole, finish_split).
+// How the sums of hopper.cuh leave: scaled, by one of five ways (finish_mapped, finish_chunks, finish_whole, finish_alone,
+// finish_split).
 #pragma once
 
 #include "kitchen/ptx/fence.h"
+#include "kitchen/ptx/keep.h"
 #include "kitchen/ptx/load_cluster.h"
 #include "kitchen/ptx/named_barrier.h"
 #include "kitchen/ptx/stmatrix.h"
+#include "kitchen/ptx/store_async.h"
 #include "kitchen/ptx/tma.h"
 #include "w4a8_scaled_mm/hopper/sm90/config.h"
 
@@ -52,7 +55,7 @@ __device__ __forceinline__ void gather_sums(int* sums, const int* acc) {
   }
 }
 
-// More than 128 tokens: 32 at a time.
+// Tiles of more than 64 outputs: 32 tokens at a time.
 template <class Config>
 __device__ __forceinline__ void finish_chunks(const KernelParams& p, SharedStorage<Config>& shared,
                                               const TileScales<Config>& scales,
@@ -119,33 +122,75 @@ __device__ __forceinline__ void finish_mapped(const KernelParams& p, SharedStora
   }
 }
 
-// Up to 128 tokens: all sums at once; the blocks of a cluster take turns of tokens.
+// Tiles of 64 outputs, of which a block has several: all sums at once.
 template <class Config>
 __device__ __forceinline__ void finish_whole(const KernelParams& p, SharedStorage<Config>& shared,
                                              const TileScales<Config>& scales,
-                                             const int (&acc)[Config::kTokens / 2], int2 tile, int rank) {
+                                             const int (&acc)[Config::kTokens / 2], int2 tile) {
   constexpr int kQuads = Config::kRows / 4;
   int* const sums = reinterpret_cast<int*>(shared.sums);
-  const int splits = p.tiles.splits;
   gather_sums<Config, Config::kTokens / 8>(sums, acc);
-  if (splits > 1) ptx::cluster_sync_diverged();
 #pragma unroll 2
-  for (int quad = threadIdx.x; quad < Config::kTokens / splits * kQuads; quad += Config::kConsumerThreads) {
+  for (int quad = threadIdx.x; quad < Config::kTokens * kQuads; quad += Config::kConsumerThreads) {
+    const int token = quad / kQuads, column = quad % kQuads * 4, m = tile.y + token;
+    if (m >= p.tiles.M) continue;
+    const int4 sum = *reinterpret_cast<const int4*>(sums + token * Config::kSumPitch + column);
+    finish_quad(p, scales.columns + column, scales.tokens[token], m, tile.x + column, sum);
+  }
+}
+
+// Tiles of 64 outputs where no block has a second tile: the sums of each group lie in the place of the stages, which nothing
+// fills again. Where K is split, block r of the cluster finishes every token t with t % splits == r, and is sent the sums of the
+// others.
+template <class Config>
+__device__ __forceinline__ void finish_alone(const KernelParams& p, SharedStorage<Config>& shared,
+                                            const TileScales<Config>& scales,
+                                            const int (&acc)[Config::kTokens / 2], int2 tile, int rank) {
+  constexpr int kQuads = Config::kRows / 4, kGroupSums = Config::kSumPitch * Config::kTokens;
+  const int thread = static_cast<int>(threadIdx.x), splits = p.tiles.splits, last = splits - 1;
+  const int share = Config::kTokens / splits * kQuads;  // quads that a block finishes
+  int* const sums = reinterpret_cast<int*>(&shared);
+  int4* const received = reinterpret_cast<int4*>(shared.sums);
+  if (thread == 0 && last > 0) ptx::receive_expect(&shared.received, last * share * sizeof(int4));
+  ptx::named_barrier_sync<1, Config::kConsumerThreads>();  // every instruction that reads the stages has ended
+  put_sums<Config, Config::kTokens / 8, 1>(sums + thread / Config::kGroupThreads * kGroupSums, acc, 0, false);
+  ptx::named_barrier_sync<1, Config::kConsumerThreads>();
+  const auto own_sum = [&](int token, int column) {
+    int4 sum = *reinterpret_cast<const int4*>(sums + token * Config::kSumPitch + column);
+#pragma unroll
+    for (int group = 1; group < Config::kGroups; ++group) {
+      const int4 more = *reinterpret_cast<const int4*>(sums + group * kGroupSums + token * Config::kSumPitch + column);
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    return sum;
+  };
+  __syncwarp();
+  if (last > 0) ptx::cluster_wait();  // the others have started
+#pragma unroll 1
+  for (int other = 1; other < splits; ++other) {
+    const int owner = (rank + other) & last;
+    for (int quad = thread; quad < share; quad += Config::kConsumerThreads) {
+      ptx::store_async_16(received + (other - 1) * share + quad, &shared.received, owner,
+                          own_sum(quad / kQuads * splits + owner, quad % kQuads * 4));
+    }
+  }
+  if (last > 0) ptx::receive_wait(&shared.received);
+#pragma unroll 1
+  for (int quad = thread; quad < share; quad += Config::kConsumerThreads) {
     const int token = quad / kQuads * splits + rank, column = quad % kQuads * 4, m = tile.y + token;
     if (m >= p.tiles.M) continue;
-    const int* const own = sums + token * Config::kSumPitch + column;
-    int4 sum = *reinterpret_cast<const int4*>(own);
-#pragma unroll 1
-    for (int other = 1; other < splits; ++other) {
-      const int4 more = ptx::load_cluster_16(own, (rank + other) & (splits - 1));
+    int4 sum = own_sum(token, column);
+    for (int other = 0; other < last; ++other) {
+      const int4 more = received[other * share + quad];
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     finish_quad(p, scales.columns + column, scales.tokens[token], m, tile.x + column, sum);
   }
 }
 
-// More than 128 tokens and a split K: all sums in the place of the stages, which nothing fills again; the blocks of a cluster
-// take turns of tokens. Loads from the others are all on their way before the first is used.
+// Tiles of more outputs and a split K: all sums in the place of the stages, which nothing fills again; the blocks of a cluster
+// take turns of tokens. Loads from the others are all on their way before the first is used. NOTE: every one is waited for, also
+// where its token is none: the blocks part when all have arrived, and one that has ended must not be read.
 template <class Config, int kSplits>
 __device__ __forceinline__ void finish_split(const KernelParams& p, SharedStorage<Config>& shared,
                                              const TileScales<Config>& scales, int2 tile, int rank) {
@@ -161,10 +206,11 @@ __device__ __forceinline__ void finish_split(const KernelParams& p, SharedStorag
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       token[i] = ((round + i) * kTokensAtOnce + static_cast<int>(threadIdx.x) / kQuads) * kSplits + rank;
+      const bool wanted = token[i] < Config::kTokens && tile.y + token[i] < p.tiles.M;
       const int* const own = sums + min(token[i], Config::kTokens - 1) * Config::kSumPitch + column;
 #pragma unroll
       for (int other = 0; other < kSplits; ++other) {
-        const int block = rank + other;
+        const int block = wanted ? rank + other : rank;
         sum[i][other] = other == 0 ? *reinterpret_cast<const int4*>(own)
                                    : ptx::load_cluster_16(own, block < kSplits ? block : block - kSplits);
       }
@@ -176,6 +222,7 @@ __device__ __forceinline__ void finish_split(const KernelParams& p, SharedStorag
         sum[i][0].x += sum[i][other].x, sum[i][0].y += sum[i][other].y;
         sum[i][0].z += sum[i][other].z, sum[i][0].w += sum[i][other].w;
       }
+      ptx::keep(sum[i][0].x);  // or the compiler adds, and so waits, only where the token is wanted
       const int m = tile.y + token[i];
       if (token[i] < Config::kTokens && m < p.tiles.M)
         finish_quad(p, scales.columns + column, scales.tokens[token[i]], m, tile.x + column, sum[i][0]);

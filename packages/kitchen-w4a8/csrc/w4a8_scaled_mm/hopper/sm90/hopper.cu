@@ -15,7 +15,17 @@ namespace kitchen::w4a8::hopper {
 namespace {
 
 constexpr int64_t kMost = int64_t{1} << 30, kMostK = 131071;
-constexpr int kTokenTiles[] = {32, 64, 128, 160, 192, 256};
+
+// Cycles of 128 columns at 4 and at 6 bits, and of a tile's end: fitted to all plans of 624 linears (docs/kernels/w4a8.md).
+struct Tile {
+  int rows, tokens;
+  double four, six, store;
+};
+constexpr Tile kTiles[] = {
+    {64, 32, 420, 550, 1000},     {64, 64, 390, 520, 3600},     {64, 128, 510, 620, 4100},    {64, 160, 580, 650, 4700},
+    {64, 256, 790, 870, 5600},    {192, 64, 1100, 1510, 1000},  {192, 128, 1340, 1710, 3100}, {192, 160, 1360, 1770, 5400},
+    {192, 192, 1440, 1830, 7700}, {128, 256, 1250, 1500, 4100},
+};
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int log2_of(int64_t power) {
@@ -23,7 +33,13 @@ int log2_of(int64_t power) {
   while (int64_t{1} << log < power) ++log;
   return log;
 }
-bool whole(const Plan& plan) { return plan.tokens <= 128; }
+const Tile* find_tile(const Plan& plan) {
+  const auto found = std::find_if(std::begin(kTiles), std::end(kTiles), [&](const Tile& tile) {
+    return tile.rows == plan.rows && tile.tokens == plan.tokens;
+  });
+  return found == std::end(kTiles) ? nullptr : found;
+}
+bool decodes_first(const Plan& plan) { return plan.tokens == 0; }
 
 CUtensorMap byte_map(const void* data, int64_t rows, int64_t columns, int64_t pitch, int box_rows, int box_columns,
                      bool swizzle) {
@@ -37,7 +53,7 @@ Tiles tiles_of(const Problem& q, const Plan& plan) {
   t.splits = plan.splits;
   t.stages_per_split = static_cast<int>(ceil_div(ceil_div(q.K, kStage), plan.splits));
   t.tiles_m = static_cast<int>(ceil_div(q.M, plan.tokens));
-  t.tiles_n = static_cast<int>(ceil_div(q.N, rows_of(plan.tokens)));
+  t.tiles_n = static_cast<int>(ceil_div(q.N, plan.rows));
   // Tokens that are walked together stay in the L2 while all codes pass once: up to 16 MB of them.
   t.raster_group = static_cast<int>(std::clamp<int64_t>((int64_t{16} << 20) / (plan.tokens * q.K), 1, 16));
   t.group_log2 = log2_of(q.group);
@@ -51,24 +67,18 @@ double clusters_at_once(int splits, int sm_count) {
   return std::max(1.0, std::floor(sm_count * usable / splits));
 }
 
-// Cycles of the busiest SM. Constants from measurements on an H200 (docs/kernels/w4a8.md).
+// Whether a block has one tile and ends (Config::kAlone, and every split K), or walks over tiles.
+bool takes_one_tile(const Plan& plan) { return plan.splits > 1 || (plan.rows == 64 && plan.tokens > 128); }
+
+// Cycles of the busiest SM.
 double cost(const Problem& q, const Plan& plan, int sm_count) {
-  struct TileCost {
-    int tokens;
-    double four, six, store;  // cycles of 128 columns at 4 and at 6 bits, and of a tile's end
-  };
-  constexpr TileCost kTileCosts[] = {{32, 370, 580, 2500},    {64, 380, 600, 3000},    {128, 470, 670, 3000},
-                                     {160, 1400, 2050, 2500}, {192, 1500, 2200, 3500}, {256, 1200, 1560, 3700}};
-  constexpr TileCost kOfFewTokens[] = {{160, 1050, 1700, 2500}, {160, 1300, 1850, 2500}};  // of 160: up to 64, up to 128
-  constexpr double kStart = 9500, kCluster = 3000, kClusterLarge = 7000;
+  constexpr double kStart = 5300, kCluster = 1600, kClusterLarge = 6600;
   const Tiles t = tiles_of(q, plan);
-  const TileCost& of_tile = *std::find_if(std::begin(kTileCosts), std::end(kTileCosts),
-                                          [&](const TileCost& of) { return of.tokens == plan.tokens; });
-  const TileCost& c = plan.tokens != 160 || q.M > 128 ? of_tile : kOfFewTokens[q.M > 64 ? 1 : 0];
+  const Tile& c = *find_tile(plan);
   const double tile = t.stages_per_split * (q.bits == 6 ? c.six : c.four) + c.store;
-  const double blocks = double(t.tiles_m) * t.tiles_n * plan.splits;
-  const double rounds = std::ceil(blocks / plan.splits / clusters_at_once(plan.splits, sm_count));
-  return plan.splits > 1 ? rounds * (kStart + (whole(plan) ? kCluster : kClusterLarge) + tile) : kStart + rounds * tile;
+  const double exchange = plan.splits == 1 ? 0 : plan.rows == 64 ? kCluster : kClusterLarge;
+  const double rounds = std::ceil(double(t.tiles_m) * t.tiles_n / clusters_at_once(plan.splits, sm_count));
+  return takes_one_tile(plan) ? rounds * (kStart + tile + exchange) : kStart + rounds * tile;
 }
 
 template <class Config>
@@ -103,7 +113,8 @@ void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_
   constexpr int kBytes = sizeof(SharedStorage<Config>);
   host::check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), "w4a8_hopper");
   const int64_t tiles = int64_t{params.tiles.tiles_m} * params.tiles.tiles_n;
-  const int64_t clusters = plan.splits > 1 ? tiles : std::min<int64_t>(tiles, sm_count);
+  const int64_t clusters = takes_one_tile(plan) ? tiles : std::min<int64_t>(tiles, sm_count);
+  params.tiles.alone = clusters == tiles;
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.attrs = attributes;
@@ -123,24 +134,25 @@ void launch(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_
 }
 
 template <int kBits, bool kPairs>
-void launch_tokens(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
-  switch (plan.tokens) {
-    case 32: return launch<Config<kBits, 32, kPairs>>(p, plan, sm_count, stream);
-    case 64: return launch<Config<kBits, 64, kPairs>>(p, plan, sm_count, stream);
-    case 128: return launch<Config<kBits, 128, kPairs>>(p, plan, sm_count, stream);
-    case 160:  // of so many at most
-      return p.M <= 64    ? launch<Config<kBits, 64, kPairs, rows_of(160)>>(p, plan, sm_count, stream)
-             : p.M <= 128 ? launch<Config<kBits, 128, kPairs, rows_of(160)>>(p, plan, sm_count, stream)
-                          : launch<Config<kBits, 160, kPairs>>(p, plan, sm_count, stream);
-    case 192: return launch<Config<kBits, 192, kPairs>>(p, plan, sm_count, stream);
-    default: return launch<Config<kBits, 256, kPairs>>(p, plan, sm_count, stream);
+void launch_tile(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
+  switch (1000 * plan.rows + plan.tokens) {
+    case 64032: return launch<Config<kBits, 64, 32, kPairs>>(p, plan, sm_count, stream);
+    case 64064: return launch<Config<kBits, 64, 64, kPairs>>(p, plan, sm_count, stream);
+    case 64128: return launch<Config<kBits, 64, 128, kPairs>>(p, plan, sm_count, stream);
+    case 64160: return launch<Config<kBits, 64, 160, kPairs>>(p, plan, sm_count, stream);
+    case 64256: return launch<Config<kBits, 64, 256, kPairs>>(p, plan, sm_count, stream);
+    case 192064: return launch<Config<kBits, 192, 64, kPairs>>(p, plan, sm_count, stream);
+    case 192128: return launch<Config<kBits, 192, 128, kPairs>>(p, plan, sm_count, stream);
+    case 192160: return launch<Config<kBits, 192, 160, kPairs>>(p, plan, sm_count, stream);
+    case 192192: return launch<Config<kBits, 192, 192, kPairs>>(p, plan, sm_count, stream);
+    default: return launch<Config<kBits, 128, 256, kPairs>>(p, plan, sm_count, stream);
   }
 }
 
 template <int kBits>
 void launch_group(const ScaledMmParams& p, const Plan& plan, int sm_count, cudaStream_t stream) {
-  p.group == 16 ? launch_tokens<kBits, true>(p, plan, sm_count, stream)
-                : launch_tokens<kBits, false>(p, plan, sm_count, stream);
+  p.group == 16 ? launch_tile<kBits, true>(p, plan, sm_count, stream)
+                : launch_tile<kBits, false>(p, plan, sm_count, stream);
 }
 
 }  // namespace
@@ -162,49 +174,51 @@ Problem problem_of(const ScaledMmParams& p) {
 }
 
 const char* rejected(const Problem& q, const Plan& plan) {
-  if (plan.tokens == 0 && !q.copies_result) return "rows of the result and the residual must be aligned to 16 bytes";
-  if (plan.tokens == 0) return plan.splits == 1 ? nullptr : "decoded first, K is not split";
-  if (std::find(std::begin(kTokenTiles), std::end(kTokenTiles), plan.tokens) == std::end(kTokenTiles))
-    return "tiles have 32, 64, 128, 160, 192 or 256 tokens, and 0 decodes first";
+  if (decodes_first(plan) && !q.copies_result) return "rows of the result and the residual must be aligned to 16 bytes";
+  if (decodes_first(plan)) return plan.splits == 1 ? nullptr : "decoded first, K is not split";
+  if (find_tile(plan) == nullptr)
+    return "tiles have 64 outputs x 32, 64, 128, 160 or 256 tokens, 192 x 64, 128, 160 or 192, or 128 x 256; 0 x 0 decodes first";
   if (plan.splits < 1 || plan.splits > 8 || (plan.splits > 4 && plan.splits < 8)) return "K is split in 1, 2, 3, 4 or 8";
-  if (plan.splits == (whole(plan) ? 3 : 8)) return "tiles of up to 128 tokens split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
+  if (plan.splits == (plan.rows == 64 ? 3 : 8)) return "tiles of 64 outputs split K in 1, 2, 4 or 8, others in 1, 2, 3 or 4";
+  if (plan.rows == 64 && plan.tokens > 128 && plan.splits > 2)
+    return "tiles of 64 outputs and more than 128 tokens split K in 1 or 2";
   if ((plan.splits - 1) * ceil_div(ceil_div(q.K, kStage), plan.splits) >= ceil_div(q.K, kStage)) return "a piece of K would be empty";
-  if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, rows_of(plan.tokens)) * plan.splits > (int64_t{1} << 31) - 1)
+  if (ceil_div(q.M, plan.tokens) * ceil_div(q.N, plan.rows) * plan.splits > (int64_t{1} << 31) - 1)
     return "more than 2^31 - 1 tiles";
   return nullptr;
 }
 
 Plan choose_plan(const Problem& q, int sm_count) {
-  Plan best = {256, 1};
+  Plan best = {128, 256, 1};
   double least = std::numeric_limits<double>::infinity();
-  for (const int tokens : kTokenTiles) {
+  for (const Tile& tile : kTiles) {
     for (const int splits : {1, 2, 3, 4, 8}) {
-      const Plan plan = {tokens, splits};
+      const Plan plan = {tile.rows, tile.tokens, splits};
       if (rejected(q, plan) != nullptr) continue;
       const double c = cost(q, plan, sm_count);
       if (c < least) least = c, best = plan;
     }
   }
-  const Plan decoded = {0, 1};
+  const Plan decoded = {0, 0, 1};
   if (rejected(q, decoded) == nullptr && chunked::estimated_cycles({q.M, q.N, q.K}, sm_count) < least) return decoded;
   return best;
 }
 
 int64_t workspace_bytes(const Problem& q, const Plan& plan) {
-  if (plan.tokens == 0) return chunked::workspace_bytes(q.N, q.K);
+  if (decodes_first(plan)) return chunked::workspace_bytes(q.N, q.K);
   return q.M * ceil_div(q.K, kStage) * kStage;  // the activations as order_tokens makes them
 }
 
-int8::CodeOrder token_order(const Plan& plan, int bits) {
-  if (plan.tokens == 0) return int8::CodeOrder::kColumns;
-  return bits == 6 ? int8::CodeOrder::kLanePairs : int8::CodeOrder::kLanes;
+int8::CodeOrder token_order(const Plan& plan) {
+  if (decodes_first(plan)) return int8::CodeOrder::kColumns;
+  return int8::CodeOrder::kLanes;
 }
 
 std::string describe(const Problem& q, const Plan& plan) {
   const std::string what = "M=" + std::to_string(q.M) + " N=" + std::to_string(q.N) + " K=" + std::to_string(q.K) + " at " +
                            std::to_string(q.bits) + " bits, groups of " + std::to_string(q.group) + ": ";
-  if (plan.tokens == 0) return what + "decoded first, " + std::to_string(chunked::chunk_rows(q.N, q.K)) + " outputs at once";
-  return what + "tiles of " + std::to_string(rows_of(plan.tokens)) + " outputs x " + std::to_string(plan.tokens) +
+  if (decodes_first(plan)) return what + "decoded first, " + std::to_string(chunked::chunk_rows(q.N, q.K)) + " outputs at once";
+  return what + "tiles of " + std::to_string(plan.rows) + " outputs x " + std::to_string(plan.tokens) +
          " tokens, K in " + std::to_string(plan.splits) + " pieces";
 }
 
@@ -213,7 +227,7 @@ void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int
   ScaledMmParams p = given;
   const Problem problem = problem_of(p);
   if (const char* reason = unsupported(problem)) {
-    throw std::invalid_argument("w4a8_hopper: " + describe(problem, {32, 1}) + ": " + reason);
+    throw std::invalid_argument("w4a8_hopper: " + describe(problem, {64, 32, 1}) + ": " + reason);
   }
   const auto address = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); };
   host::require((address(p.a) | address(p.codes)) % 16 == 0, "w4a8_hopper: a and the codes must be aligned to 16 bytes");
@@ -224,9 +238,9 @@ void run(const ScaledMmParams& given, int8_t* workspace, const Plan* forced, int
   if (const char* reason = rejected(problem, plan)) {
     throw std::invalid_argument("w4a8_hopper: " + describe(problem, plan) + ": " + reason);
   }
-  if (plan.tokens == 0) return chunked::run(p, workspace, device, stream);
+  if (decodes_first(plan)) return chunked::run(p, workspace, device, stream);
   if (!p.ordered) {
-    order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.bits, p.programmatic_launch}, device, stream);
+    order_tokens({p.a, workspace, p.M, static_cast<int>(p.K), p.programmatic_launch}, device, stream);
     p.a = workspace;
     p.programmatic_launch = true;  // what is in front now made the activations alone, after all that came before
   }

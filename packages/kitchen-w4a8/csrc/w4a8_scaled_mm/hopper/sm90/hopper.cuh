@@ -4,14 +4,13 @@
 // before still run. Tokens are the n side, from shared memory. So codes are read once for each tile of tokens, and decoded
 // weights never leave registers.
 //
-//   tile      kRows outputs (64 up to 128 tokens, 192 up to 192, else 128) x kTokens tokens x one of `splits` pieces of K (the
-//             blocks of a cluster)
+//   tile      kRows outputs (64, 128 or 192) x kTokens tokens x one of `splits` pieces of K (the blocks of a cluster)
 //   stage     128 columns: tokens [kTokens][128 bytes], codes [kRows][64 bytes] (and [kRows][32 bytes] of top bits at 6 bits)
 //   producers two threads: tensor copies of codes, and of tokens
-//   consumers two or three warpgroups of 64 outputs each, or up to 128 tokens three that take turns of stages, since decoding is
-//             then the limit. A lane takes 32 neighbouring columns of rows lane/4 and lane/4 + 8 of its warp, and
-//             the tokens have their words in that order (order_tokens.cu). It reads the scales of those columns itself, two of
-//             its stages ahead
+//   consumers two or three warpgroups of 64 outputs each, or, of tiles of 64 outputs, two or three that take turns of stages,
+//             since decoding is then the limit. A lane takes 32 neighbouring columns of rows lane/4 and lane/4 + 8 of its warp,
+//             and the tokens have their words in that order (order_tokens.cu). It reads the scales of those columns itself, two
+//             of its stages ahead
 //   sums      int32: see finish.cuh. Blocks walk over tiles, and the stages of the next tile fill meanwhile. Where K is split,
 //             all sums of a tile are added up over the cluster, whose blocks have one tile each
 //
@@ -54,9 +53,9 @@ __device__ __forceinline__ void fill_table(uint8_t* table, const float* codebook
 #pragma unroll
     for (int i = 0; i < Config::kCopies; ++i) reinterpret_cast<uint4*>(row)[(i + byte) % Config::kCopies] = values;
   } else {
-    const uint2 scales = quant::negated_scales(byte);
+    const uint32_t scale = quant::negated_scale(byte);
 #pragma unroll
-    for (int i = 0; i < Config::kCopies; ++i) reinterpret_cast<uint2*>(row)[i] = scales;
+    for (int i = 0; i < Config::kCopies; ++i) reinterpret_cast<uint32_t*>(row)[(i + byte) % Config::kCopies] = scale;
   }
 }
 
@@ -143,19 +142,30 @@ struct ScaleReader {
   }
 };
 
+// What a thread decodes by: its copy of the decode table and, at 6 bits, quant::kMinusFirst.
+template <class Config>
+struct Decoding {
+  const uint8_t* table;
+  uint32_t minus_first = 0;
+
+  __device__ __forceinline__ explicit Decoding(const SharedStorage<Config>& shared)
+      : table(shared.table + threadIdx.x % Config::kCopies * (Config::kTableRow / Config::kCopies)) {
+    if (Config::kBits == 6) minus_first = __shfl_sync(0xffffffffu, quant::kMinusFirst, 0);  // ptxas does not see through that
+  }
+};
+
 // Rows of the decode table: of the two outputs of a lane, for the first or the last 16 of its columns.
 template <class Config>
 struct Rows {
-  using Row = std::conditional_t<Config::kBits == 4, uint4, uint2>;
+  using Row = std::conditional_t<Config::kBits == 4, uint4, uint32_t>;
   Row row[2];
 
-  // `table` is this lane's copy.
   template <int kHalf>
-  __device__ __forceinline__ void load(const uint8_t* table, const uint32_t (&scales)[2]) {
+  __device__ __forceinline__ void load(const Decoding<Config>& by, const uint32_t (&scales)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint32_t byte = !Config::kPairs ? scales[i] : kHalf == 0 ? scales[i] & 255 : scales[i] >> 8;
-      row[i] = *reinterpret_cast<const Row*>(table + byte * Config::kTableRow);
+      row[i] = *reinterpret_cast<const Row*>(by.table + byte * Config::kTableRow);
     }
   }
 };
@@ -165,6 +175,7 @@ template <class Config>
 struct Codes {
   uint4 nibbles[2];
   uint2 tops[2];  // 6 bits
+  quant::SixCodes six[2];  // 6 bits: the 16 columns of two instructions
 
   __device__ __forceinline__ void load(const SharedStorage<Config>& shared, int stage) {
     const int lane = static_cast<int>(threadIdx.x) % 32, q = lane % 4,
@@ -184,25 +195,21 @@ struct Codes {
 
   // The operand of instruction kStep of the stage.
   template <int kStep>
-  __device__ __forceinline__ void decode(uint32_t (&a)[4], const Rows<Config>& rows) const {
-    constexpr int kFirst = kStep / 2 * 2;
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const Rows<Config>& rows, const Decoding<Config>& by) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (Config::kBits == 4) {
         quant::look_up(rows.row[i], word(nibbles[i], kStep), a[i], a[2 + i]);
       } else {
-        quant::decode_six_half<kStep % 2>(word(nibbles[i], kFirst), word(nibbles[i], kFirst + 1),
-                                          kStep < 2 ? tops[i].x : tops[i].y, rows.row[i], a[i], a[2 + i]);
-        a[i] ^= 0x7f7f7f7fu, a[2 + i] ^= 0x7f7f7f7fu;  // 127 - u
+        if constexpr (kStep == 0) six[i] = quant::SixCodes(nibbles[i].x, nibbles[i].y, tops[i].x);
+        if constexpr (kStep == 2) six[i] = quant::SixCodes(nibbles[i].z, nibbles[i].w, tops[i].y);
+        constexpr uint32_t kInvert = 0x7f7f7f7fu;  // 127 - u for every u in 0..254
+        a[i] = six[i].decode_four(kStep % 2 * 2, rows.row[i], by.minus_first) ^ kInvert;
+        a[2 + i] = six[i].decode_four(kStep % 2 * 2 + 1, rows.row[i], by.minus_first) ^ kInvert;
       }
     }
   }
 };
-
-template <class Config>
-__device__ __forceinline__ const uint8_t* table_copy(const SharedStorage<Config>& shared) {
-  return shared.table + threadIdx.x % Config::kCopies * (Config::kTableRow / Config::kCopies);
-}
 
 // The operand of instruction `step` of a stage.
 template <class Config>
@@ -261,28 +268,28 @@ template <class Config, int kSlot, bool kLast>
 __device__ __forceinline__ int multiply_stage(int (&acc)[Config::kTokens / 2], uint32_t (&a)[2][4], Codes<Config>& codes,
                                               Rows<Config> (&rows)[2], uint32_t (&scales)[2], SharedStorage<Config>& shared,
                                               Reading<Config>& at, ScaleReader<Config>& reader, int previous, int& taken,
-                                              const uint8_t* table) {
+                                              const Decoding<Config>& by) {
   const int stage = at.take_tokens(shared);
   multiply<Config>(acc, a[0], token_descriptor(shared, stage, 0));
   release(shared.codes_empty[taken]);  // a[0] was made of both loads of every lane: they have ended
-  if (Config::kPairs) rows[1].template load<1>(table, scales);
+  if (Config::kPairs) rows[1].template load<1>(by, scales);
   if (!kLast) reader.template take<kSlot>(scales);
-  codes.template decode<1>(a[1], rows[0]);
+  codes.template decode<1>(a[1], rows[0], by);
   if (!Config::kPairs) rows[1] = rows[0];
   if (previous >= 0) release(shared.tokens_empty[previous]);
   multiply<Config>(acc, a[1], token_descriptor(shared, stage, 1));
-  codes.template decode<2>(a[0], rows[1]);
+  codes.template decode<2>(a[0], rows[1], by);
   multiply<Config>(acc, a[0], token_descriptor(shared, stage, 2));
   Codes<Config> next;
   if constexpr (!kLast) {
-    rows[0].template load<0>(table, scales);
+    rows[0].template load<0>(by, scales);
     taken = at.take_codes(next, shared);
   }
-  codes.template decode<3>(a[1], rows[1]);
+  codes.template decode<3>(a[1], rows[1], by);
   multiply<Config>(acc, a[1], token_descriptor(shared, stage, 3));
   if constexpr (!kLast) {
     codes = next;
-    codes.template decode<0>(a[0], rows[0]);
+    codes.template decode<0>(a[0], rows[0], by);
   }
   return stage;
 }
@@ -290,16 +297,17 @@ __device__ __forceinline__ int multiply_stage(int (&acc)[Config::kTokens / 2], u
 template <class Config>
 __device__ __forceinline__ void multiply_stages(int (&acc)[Config::kTokens / 2], SharedStorage<Config>& shared,
                                                 Reading<Config>& at, ScaleReader<Config>& reader, int count) {
-  const uint8_t* const table = table_copy<Config>(shared);
+  const Decoding<Config> by(shared);
   uint32_t a[2][4], scales[2];
   Codes<Config> codes;
   Rows<Config> rows[2];
   reader.template take<0>(scales);
-  rows[0].template load<0>(table, scales);
+  rows[0].template load<0>(by, scales);
   int taken = at.take_codes(codes, shared), previous = -1;
-  codes.template decode<0>(a[0], rows[0]);
+  codes.template decode<0>(a[0], rows[0], by);
   const auto one = [&](auto slot, auto last) {
-    previous = multiply_stage<Config, slot.value, last.value>(acc, a, codes, rows, scales, shared, at, reader, previous, taken, table);
+    previous =
+        multiply_stage<Config, slot.value, last.value>(acc, a, codes, rows, scales, shared, at, reader, previous, taken, by);
   };
 #pragma unroll 1
   for (; count > 2; count -= 2) {
@@ -317,7 +325,8 @@ __device__ __forceinline__ void finish(const KernelParams& p, SharedStorage<Conf
                                        const int (&acc)[Config::kTokens / 2], int2 tile) {
   const int rank = static_cast<int>(ptx::cluster_rank());
   if constexpr (Config::kWhole) {
-    finish_whole<Config>(p, shared, scales, acc, tile, rank);
+    if (Config::kAlone || p.tiles.alone) return finish_alone<Config>(p, shared, scales, acc, tile, rank);
+    finish_whole<Config>(p, shared, scales, acc, tile);
   } else if (p.tiles.splits > 1) {
     ptx::named_barrier_sync<1, Config::kConsumerThreads>();  // every instruction that reads the stages has ended
     put_sums<Config, Config::kTokens / 8, 1>(reinterpret_cast<int*>(&shared), acc, 0, false);
@@ -379,7 +388,7 @@ __device__ __forceinline__ void init_barriers(uint64_t (&barriers)[kCount], int 
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_constant__ KernelParams p) {
+__global__ void __launch_bounds__(Config::kMostThreads, 1) w4a8_hopper(const __grid_constant__ KernelParams p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   SharedStorage<Config>& shared = *reinterpret_cast<SharedStorage<Config>*>(shared_bytes);
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -392,6 +401,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_
     } else if (threadIdx.x == Config::kConsumerThreads + 32) {
       ptx::tma_prefetch_map(&p.tokens);
       init_barriers(shared.tokens_full, 1), init_barriers(shared.tokens_empty, kReaders);
+      if (Config::kWhole) ptx::receive_init(&shared.received);
     }
     __syncwarp();
     ptx::named_barrier_arrive<2, Config::kThreads>();
@@ -400,18 +410,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1) w4a8_hopper(const __grid_
     ptx::named_barrier_sync<2, Config::kThreads>();
   }
 
+  if (Config::kWhole && p.tiles.splits > 1) ptx::cluster_arrive_relaxed();  // this block has started
   if (warp >= kProducerWarp) {
     ptx::setmaxnreg_shrink<Config::kProducerRegisters>();
     if (threadIdx.x == Config::kConsumerThreads) produce_codes<Config>(shared, p);
     if (threadIdx.x == Config::kConsumerThreads + 32) produce_tokens<Config>(shared, p);
     __syncwarp();
-    if (p.tiles.splits > 1) ptx::cluster_sync_diverged();
+    if (p.tiles.splits > 1) Config::kWhole ? ptx::cluster_wait() : ptx::cluster_sync_diverged();
   } else {
     ptx::setmaxnreg_grow<Config::kConsumerRegisters>();
     consume<Config>(shared, p);
   }
   // A block must outlive the loads of its sums by the others.
-  if (p.tiles.splits > 1) ptx::cluster_meet_diverged();
+  if (!Config::kWhole && p.tiles.splits > 1) ptx::cluster_meet_diverged();
 }
 
 }  // namespace kitchen::w4a8::hopper

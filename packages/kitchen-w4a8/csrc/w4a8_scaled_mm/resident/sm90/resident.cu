@@ -46,8 +46,7 @@ Layout lay_out(const Problem& q, const Plan& plan) {
   l.tokens_at = static_cast<int>(at);
   at = whole(at + int64_t{l.token_pitch} * (q.M <= kTokenBlock ? q.M : kTokenBlock * token_blocks(q.M)), 128);
   l.received_at = static_cast<int>(at);
-  const int64_t quads = q.M * 4 * l.warps_n;
-  at += l.splits > 1 ? ceil_div(quads, l.splits * 8) * 8 * l.splits * 16 : 0;
+  at += received_bytes(q.M * 4 * l.warps_n, l.splits);
   l.bytes = static_cast<int>(std::min<int64_t>(at, std::numeric_limits<int>::max()));
   return l;
 }
@@ -64,14 +63,22 @@ int64_t clusters(const Layout& l, const Device& device) {
   return std::min<int64_t>(l.tiles, std::max(1, most));
 }
 
-// In units of the busiest warp, with what a tile and the tokens of an SM cost besides; fitted to an H200 (docs/kernels/w4a8.md).
+// Microseconds of an H200 (docs/kernels/w4a8.md): units of the warps, with what a tile, a second block of an SM and its tokens cost
+// besides. Warps wait for each other's pipes more than for the busiest one; a block that has an SM alone is faster.
 double cost(const Problem& q, const Plan& plan, const Device& device) {
-  constexpr double kTileCost = 0.25, kClusterCost[] = {0.0, 0.4, 1.5, 2.0}, kTokenByteCost = 1.2 / (74 << 10);
+  constexpr double kUnitCost = 2.0, kSixBitsCost = 1.4, kManyTokensCost = 1.35, kAloneCost = 0.75;  // the last three: times a unit
+  constexpr double kTileCost = 1.4, kSecondBlockCost = 1.4, kTokenByteCost = 0.03 / 1024;
+  constexpr double kClusterCost[] = {0.0, 0.6, 1.2, 1.5};  // by the splits' logarithm
   const Layout l = lay_out(q, plan);
-  const double tiles = double(ceil_div(l.tiles, clusters(l, device)));
-  const double units = double(ceil_div(l.units_per_split, warps(q.M) / l.warps_n));
-  const double token_bytes = double(blocks_per_sm(l, device)) * l.M * l.units_per_split * kUnit;
-  return tiles * (units + kTileCost + kClusterCost[l.splits_log2]) + kTokenByteCost * token_bytes;
+  const int64_t side_by_side = clusters(l, device);
+  const double tiles = double(ceil_div(l.tiles, side_by_side));
+  const double blocks = double(std::min<int64_t>(blocks_per_sm(l, device), ceil_div(side_by_side * l.splits, device.sm_count)));
+  const double busiest = double(ceil_div(l.units_per_split, warps(q.M) / l.warps_n));
+  const double mean = double(l.units_per_split) * l.warps_n / warps(q.M);
+  const double unit = kUnitCost * (q.bits == 6 ? kSixBitsCost : 1.0) *
+                      (q.M > kTokenBlock ? kManyTokensCost : blocks == 1 ? kAloneCost : 1.0);
+  return tiles * (unit * (0.2 * busiest + 0.8 * mean) + kTileCost + kClusterCost[l.splits_log2]) + kSecondBlockCost * (blocks - 1) +
+         kTokenByteCost * blocks * l.M * l.units_per_split * kUnit;
 }
 
 template <class Config>

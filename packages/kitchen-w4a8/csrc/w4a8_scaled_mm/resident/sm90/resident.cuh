@@ -12,7 +12,7 @@
 //   warp     16 outputs, every warps_k-th unit of a tile
 //   tile     16 * warps_n outputs x one of `splits` pieces of K (the blocks of a cluster), by the warps of a block
 //   block    16 warps, or up to 8 tokens 8, of which an SM has two; walks over tiles, and its loads run on from tile to tile
-//   tokens   [M][piece of K] in shared memory, at 6 bits with the bytes of 16 columns in quant::kOrder6
+//   tokens   [M][piece of K] in shared memory
 //   sums     smxx/tile_sums.cuh
 //
 // Decoding: kitchen/quant/w4a8_decode.h. At 4 bits and up to 16 tokens positive and negative values are multiplied apart; at 6
@@ -32,16 +32,18 @@
 #include "kitchen/ptx/dependent_launch.h"
 #include "kitchen/ptx/load_streaming.h"
 #include "kitchen/ptx/mbarrier.h"
+#include "kitchen/ptx/warp_sum.h"
 #include "kitchen/quant/w4a8_decode.h"
 #include "w4a8_scaled_mm/smxx/tile_sums.cuh"
 
 namespace kitchen::w4a8::resident {
 
 constexpr int kStep = 256, kUnit = 2 * kStep;  // columns
-// Of a table of rows split by sign: scales of at least 0, each in copies next to each other, so that lanes of a different
-// remainder meet no bank twice.
-constexpr int kSplitRows = 128, kCopies = 8;
+// Of a table of rows split by sign: scales of at least 0; at 6 bits of quant::negated_scale: all. Each in copies next to each
+// other, so that lanes of a different remainder meet no bank twice.
+constexpr int kSplitRows = 128, kCopies = 8, kCopies6 = 16;
 constexpr int kTableBytes = kSplitRows * kCopies * 16;
+static_assert(kTableBytes == 256 * kCopies6 * sizeof(uint32_t), "a table of either kind");
 
 constexpr int warps_of(int token_blocks) { return token_blocks == 1 ? 8 : 16; }  // of a block
 
@@ -73,6 +75,7 @@ struct KernelParams {
   const uint8_t* records;
   const float* codebook;
   EpilogueParams epilogue;
+  uint32_t minus_first = quant::kMinusFirst;  // where the compiler does not know it
 };
 
 struct Barriers {
@@ -164,21 +167,22 @@ __device__ __forceinline__ void clear_rest(uint8_t* shared, const Layout& l, int
     *reinterpret_cast<uint4*>(shared + i / (kStep / 16) * l.token_pitch + columns + i % (kStep / 16) * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// 6 bits: the tokens, once they have come, in kOrder6, and what they add up to.
+// 6 bits: what the tokens, once they have come, add up to.
 template <class Config>
-__device__ __forceinline__ void order_tokens(uint8_t* shared, int* token_sums, const Layout& l, int columns) {
-  const int threads_log2 = l.token_threads_log2, first = threadIdx.x & ((1 << threads_log2) - 1);  // that have a token
+__device__ __forceinline__ void sum_tokens(const uint8_t* shared, int* token_sums, const Layout& l, int columns) {
+  const int threads_log2 = l.token_threads_log2;  // that have a token: whole warps
+  const int first = threadIdx.x & ((1 << threads_log2) - 1);
 #pragma unroll 1
   for (int m = static_cast<int>(threadIdx.x) >> threads_log2; m < l.M; m += Config::kThreads >> threads_log2) {
     int sum = 0;
 #pragma unroll 2
-    for (int chunk = first; chunk < columns / 16; chunk += 1 << threads_log2) {
-      uint4& words = *reinterpret_cast<uint4*>(shared + m * l.token_pitch + 16 * chunk);
+    for (int i = first; i < columns / 16; i += 1 << threads_log2) {
+      const uint4& words = chunk(shared + m * l.token_pitch + 16 * i);
 #pragma unroll
       for (int w = 0; w < 4; ++w) sum = __dp4a(static_cast<int>(word_of(words, w)), 0x01010101, sum);
-      words = quant::order_six(words);
     }
-    atomicAdd(token_sums + m, sum);
+    sum = ptx::warp_sum(sum);
+    if (threadIdx.x % 32 == 0) atomicAdd(token_sums + m, sum);
   }
 }
 
@@ -236,9 +240,10 @@ __device__ __forceinline__ uint4 signed_row(const uint4* rows, uint32_t scale) {
   return make_uint4(row.x, row.y, __vneg4(row.z), __vneg4(row.w));
 }
 
-// 16 columns: v8 at 4 bits, 127 - v8 in quant::kOrder6 at 6.
+// 16 columns: v8 at 4 bits, 127 - v8 at 6.
 template <class Config>
-__device__ __forceinline__ void decode(Operands& made, const Words<Config>& words, const uint8_t* table, int half, int part) {
+__device__ __forceinline__ void decode(Operands& made, const Words<Config>& words, const uint8_t* table, uint32_t minus_first, int half,
+                                       int part) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t scale = words.scale(i, half, part);
@@ -249,21 +254,22 @@ __device__ __forceinline__ void decode(Operands& made, const Words<Config>& word
       quant::look_up(row, first, made[i][0], made[i][1]);
       quant::look_up(row, second, made[i][2], made[i][3]);
     } else {
-      const uint32_t top = part == 0 ? words.tops[i][half].x : words.tops[i][half].y;
-      quant::decode_six_unsigned(first, second, top, reinterpret_cast<const uint2*>(table)[scale], made[i]);
+      const uint32_t* const scales = reinterpret_cast<const uint32_t*>(table) + threadIdx.x % kCopies6;
+      const quant::SixCodes codes(first, second, part == 0 ? words.tops[i][half].x : words.tops[i][half].y);
+      codes.decode(made[i], scales[kCopies6 * scale], minus_first);
     }
   }
 }
 
 // Any codebook, any sign of the scales, any number of tokens; 6 bits.
 template <class Config>
-__device__ __forceinline__ void multiply_any(Sums<Config>& sums, const Words<Config>& words, const uint8_t* table, const uint8_t* tokens,
-                                             int tokens_apart) {
+__device__ __forceinline__ void multiply_any(Sums<Config>& sums, const Words<Config>& words, const uint8_t* table, uint32_t minus_first,
+                                             const uint8_t* tokens, int tokens_apart) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const int half = j / 2, part = j % 2;
     Operands made;
-    decode<Config>(made, words, table, half, part);
+    decode<Config>(made, words, table, minus_first, half, part);
 #pragma unroll
     for (int t = 0; t < Config::kTokenBlocks; ++t) {
       const uint4 b = chunk(tokens + t * tokens_apart + 128 * half + 16 * part);
@@ -282,14 +288,14 @@ __device__ __forceinline__ void multiply_any(Sums<Config>& sums, const Words<Con
 // A step of a warp. `splits`: whether the codebook does.
 template <class Config>
 __device__ __forceinline__ void multiply(Sums<Config>& sums, const Words<Config>& words, const uint8_t* table, bool splits,
-                                         const uint8_t* tokens, int tokens_apart) {
+                                         uint32_t minus_first, const uint8_t* tokens, int tokens_apart) {
   if constexpr (Config::kSplit) {
     if (splits && !__any_sync(0xffffffffu, words.negative())) {
       const uint4* const rows = reinterpret_cast<const uint4*>(table) + threadIdx.x % kCopies;
       return multiply_split<Config>(sums, words, rows, tokens, tokens_apart);
     }
   }
-  multiply_any<Config>(sums, words, table, tokens, tokens_apart);
+  multiply_any<Config>(sums, words, table, minus_first, tokens, tokens_apart);
 }
 
 // Tables of the decoder, by 256 threads; whether products split by sign. `shared_levels`: the codebook, nullptr where there is none.
@@ -298,7 +304,12 @@ __device__ __forceinline__ bool fill_table(uint8_t* table, const float* shared_l
   const int thread = static_cast<int>(threadIdx.x);
   static_assert(Config::kThreads >= 256, "a row a thread");
   if (Config::kBits == 6) {
-    if (thread < 256) reinterpret_cast<uint2*>(table)[thread] = quant::negated_scales(thread);
+    if (thread < 256) {
+      const uint32_t scale = quant::negated_scale(thread);
+#pragma unroll
+      for (int i = 0; i < kCopies6 / 4; ++i)  // each thread in an order of its own
+        reinterpret_cast<uint4*>(table)[kCopies6 / 4 * thread + (thread + i) % (kCopies6 / 4)] = make_uint4(scale, scale, scale, scale);
+    }
     return false;
   }
   float levels[16];
@@ -367,7 +378,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) w4a8_r
   float token_scale = 0.0f;  // nobody waits for it until the first tile ends
   if (Config::kEarlyColumns && threadIdx.x < l.M) token_scale = p.epilogue.a_scale[threadIdx.x];
   ptx::mbarrier_wait(&barriers.tokens, 0);
-  if (Config::kBits == 6) order_tokens<Config>(all_tokens, token_sums, l, token_columns);
+  if (Config::kBits == 6) sum_tokens<Config>(all_tokens, token_sums, l, token_columns);
   __syncthreads();  // table and tokens are there
 
   // Tokens beyond the last repeat one (up to 8), or are whatever lies there: their sums are not stored.
@@ -389,10 +400,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm) w4a8_r
     for (int unit = warp_k; unit < rounds * warps_k; unit += warps_k) {
       const uint8_t* const at = tokens + unit * kUnit;
       const bool some = unit < units;  // tokens end with the piece
-      if (some) multiply<Config>(sums, even, shared, splits, at, tokens_apart);
+      if (some) multiply<Config>(sums, even, shared, splits, p.minus_first, at, tokens_apart);
       __syncwarp();  // else the compiler loads ahead, into registers that it has not got
       loader.load(even, 0);
-      if (some) multiply<Config>(sums, odd, shared, splits, at + kStep, tokens_apart);
+      if (some) multiply<Config>(sums, odd, shared, splits, p.minus_first, at + kStep, tokens_apart);
       loader.load(odd, 1);
       loader.advance();
     }

@@ -11,11 +11,13 @@ namespace kitchen::w4a8::stream {
 namespace {
 
 constexpr int64_t kMostTokens = 16, kMostK = 131071, kMostN = int64_t{1} << 30;
-constexpr int kReservedSmem = 1024 + 128;  // of a block, besides its dynamic shared memory
+constexpr int kReservedSmem = 1024 + 256;  // of a block, besides its dynamic shared memory
 constexpr int kLeftSmem = 20 * 1024;       // up to 8 tokens, to a block of the quantizer in front, as Config::kRegisters does
 
-constexpr double kTileCost = 0.5, kFewStagesCost = 0.2;
-constexpr double kClusterCost[] = {0.0, 1.2, 4.0, 4.6};  // by the splits' logarithm
+// In rounds of steps at 4 bits, about a microsecond of an H200 (docs/kernels/w4a8.md).
+constexpr double kSixBitsCost = 1.4, kFewStagesCost = 0.1;  // times a round
+constexpr double kTileCost = 1.2, kTokenByteCost = 0.012 / 1024;
+constexpr double kClusterCost[] = {0.0, 1.3, 2.5, 3.5};  // by the splits' logarithm
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int log2_of(int64_t power) {
@@ -58,13 +60,13 @@ Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr
   l.copies = copies;
   l.scales_at = table_bytes(q.bits, copies);
   l.scale_bytes = kRows * l.warps_n * l.scale_pitch;
-  l.sums_at = l.scales_at + (l.tiles > clusters(l, device) ? 2 : 1) * l.scale_bytes;
-  l.sum_words = l.M * (kRows * l.warps_n + kSumPad);
-  l.columns_at = l.sums_at + whole(2 * 4 * l.sum_words, 16);
-  l.tokens_at = l.columns_at + whole(2 * 8 * kRows * l.warps_n, 16);
+  l.buffers = l.tiles > clusters(l, device) ? 2 : 1;
+  l.sums_at = l.scales_at + l.buffers * l.scale_bytes;
+  l.sum_words = l.M * l.pitch();
+  l.columns_at = l.sums_at + whole(l.buffers * 4 * l.sum_words, 16);
+  l.tokens_at = l.columns_at + l.buffers * 8 * l.outputs();
   l.received_at = whole(l.tokens_at + q.M * l.token_pitch, 128);
-  const int64_t quads = q.M * 4 * l.warps_n;
-  l.ring_at = whole(l.received_at + (l.splits > 1 ? ceil_div(quads, l.splits * 8) * 8 * l.splits * 16 : 0), 128);
+  l.ring_at = whole(l.received_at + received_bytes(q.M * 4 * l.warps_n, l.splits), 128);
   const int stage = kWarps * stage_bytes(q.bits);
   const int left = token_blocks(q.M) == 1 ? kLeftSmem : 0;
   l.stages = std::clamp((device.smem_per_block - kReservedSmem - left - l.ring_at) / stage, 0, kMostStages);
@@ -73,19 +75,23 @@ Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr
   return l;
 }
 
-// With copies of the table's rows where they fit; more than 8 tokens at 6 bits gain more by a stage of the ring.
+// With copies of the table's rows where they fit. At 6 bits a row is four bytes, and scales within four octaves of each other
+// meet no bank twice as it is.
 Layout lay_out(const Problem& q, const Plan& plan, const Device& device, uintptr_t s_rel = 0) {
-  const bool copied = q.bits == 4 || token_blocks(q.M) == 1;
-  const Layout l = lay_out(q, plan, device, s_rel, copied ? kMostCopies : 1);
+  const Layout l = lay_out(q, plan, device, s_rel, q.bits == 4 ? kMostCopies : 1);
   return l.stages >= 2 ? l : lay_out(q, plan, device, s_rel, 1);
 }
 
-// Steps of the busiest warp, with what a tile and the start cost besides; fitted to an H200 (docs/kernels/w4a8.md).
+// Half way between the steps of the busiest warp and of all, since warps wait for each other's pipes as for the last one, with
+// what a tile and the tokens cost besides; fitted to an H200 (docs/kernels/w4a8.md).
 double cost(const Problem& q, const Plan& plan, const Device& device) {
   const Layout l = lay_out(q, plan, device);
   const double tiles = double(ceil_div(l.tiles, clusters(l, device)));
-  const double steps = double(ceil_div(l.steps_per_split, kWarps / l.warps_n));
-  return tiles * (steps + kTileCost + kClusterCost[l.splits_log2]) + (l.stages < 3 ? kFewStagesCost * tiles * steps : 0.0);
+  const double busiest = double(ceil_div(l.steps_per_split, kWarps / l.warps_n));
+  const double mean = double(l.steps_per_split) * l.warps_n / kWarps;
+  const double round = (q.bits == 6 ? kSixBitsCost : 1.0) * (l.stages < 3 ? 1.0 + kFewStagesCost : 1.0);
+  return tiles * (round * (busiest + mean) / 2 + kTileCost + kClusterCost[l.splits_log2]) +
+         kTokenByteCost * l.M * l.steps_per_split * kStep;
 }
 
 template <class Config>

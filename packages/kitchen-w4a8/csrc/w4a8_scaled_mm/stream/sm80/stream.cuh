@@ -9,13 +9,14 @@
 //   warp     16 outputs, every warps_k-th step of a tile
 //   tile     16 * warps_n outputs x one of `splits` pieces of K (the blocks of a cluster), by the 16 warps of a block
 //   block    one an SM; walks over tiles, and its rings run on from tile to tile
-//   tokens   [M][piece of K] in shared memory, at 6 bits with the bytes of 16 columns in quant::kOrder6
+//   tokens   [M][piece of K] in shared memory
 //   scales   e4m3, [16 * warps_n][piece of K / g] in shared memory, those of the next tile in a second buffer
 //   sums     int32, added up over warps in shared memory and over the cluster through distributed shared memory; any order
 //            gives the same bits
 //
 // Integer arithmetic on codes is the limit, not the tensor core, so MMAs are spent to save it (kitchen/quant/w4a8_decode.h): at
-// 4 bits positive and negative values are multiplied apart; at 6 bits 127 - v8 is multiplied, and a row of ones beside it.
+// 4 bits positive and negative values are multiplied apart. At 6 bits 127 - v8 is multiplied, and what is too much is made of
+// the sum of the tokens.
 //
 // What belongs to the weight is read before the wait for the kernel in front (a programmatic launch), tokens after. Before they
 // are asked for, only the first step of codes is: what is under way comes first, and delays the quantizer in front, too. So
@@ -31,6 +32,7 @@
 #include "kitchen/ptx/cp_async_group.h"
 #include "kitchen/ptx/dependent_launch.h"
 #include "kitchen/ptx/named_barrier.h"
+#include "kitchen/ptx/warp_sum.h"
 #include "kitchen/quant/w4a8_decode.h"
 #include "w4a8_scaled_mm/smxx/tile_sums.cuh"
 
@@ -41,10 +43,10 @@ constexpr int kRows = kTileRows;  // outputs of a warp
 constexpr int kStep = 256;  // columns
 constexpr int kTokens = kTokenBlock;  // of an MMA
 constexpr int kMostStages = 4;
-// The table: at 4 bits decode_table_row of all bytes and copies of split_row of scales of at least 0, at 6 copies of
-// negated_scales of all bytes. Copies of a row lie next to each other: lanes of a different remainder meet no bank twice.
+// The table: at 4 bits decode_table_row of all bytes and copies of split_row of scales of at least 0, at 6 negated_scale of all
+// bytes. Copies of a row lie next to each other: lanes of a different remainder meet no bank twice.
 constexpr int kMostCopies = 8, kSplitRows = 128;
-constexpr int table_bytes(int bits, int copies) { return bits == 4 ? (256 + kSplitRows * copies) * 16 : 256 * copies * 8; }
+constexpr int table_bytes(int bits, int copies) { return bits == 4 ? (256 + kSplitRows * copies) * 16 : 256 * 4; }
 
 template <int kBits_, bool kGroup16_, int kTokenBlocks_>
 struct Config {
@@ -60,17 +62,18 @@ struct Config {
 
 struct Layout : TileShape {
   int N, K;
+  int buffers;  // 2 where a block has more tiles than one, whose last sums are added up while the next are multiplied
   int tiles, steps, steps_per_split;  // steps of K
   int stages;  // of a ring, 2 .. kMostStages
   int row_bytes;  // of codes
-  int copies;  // of a row of the table: kMostCopies, or 1 where there is no room
+  int copies;  // 4 bits: of a row of the table: kMostCopies, or 1 where there is no room
   int group_log2, groups_per_row;
   int token_pitch;  // bytes between tokens: 16 modulo 128
   int token_threads_log2;  // that load a token
   int scale_pitch;  // bytes between the scales of two outputs: an odd multiple of 16
   int scale_width;  // bytes that the rows of s_rel and the pieces of K are aligned to: 16, 4 or 1
-  int scales_at, scale_bytes;  // of one of two buffers; at: in shared memory, after the table
-  int sums_at, sum_words;  // of one of two buffers
+  int scales_at, scale_bytes;  // of a buffer; at: in shared memory, after the table
+  int sums_at, sum_words;  // of a buffer
   int columns_at;  // b_scale and bias of the tile's outputs
   int tokens_at, ring_at, received_at, bytes;
 };
@@ -81,6 +84,7 @@ struct KernelParams {
   const uint8_t *codes, *s_rel;
   const float* codebook;
   EpilogueParams epilogue;
+  uint32_t minus_first = quant::kMinusFirst;  // where the compiler does not know it
 };
 
 // A warp's ring of steps, filled in the order in which the block walks over tiles.
@@ -181,10 +185,10 @@ __device__ __forceinline__ void load_scales(uint8_t* shared, const KernelParams&
 
 __device__ __forceinline__ const uint4& chunk(const uint8_t* at) { return *reinterpret_cast<const uint4*>(at); }
 
-// The tokens, columns beyond K as zeros; at 6 bits in kOrder6. Through registers: asynchronous copies come later, 32 KB by
-// 0.5 us.
+// The tokens, columns beyond K as zeros. Through registers: asynchronous copies come later, 32 KB by 0.5 us. At 6 bits also what
+// they add up to, a part a warp.
 template <class Config>
-__device__ __forceinline__ void load_tokens(uint8_t* shared, const KernelParams& p, int first_k) {
+__device__ __forceinline__ void load_tokens(uint8_t* shared, int (&sum_parts)[kWarps], const KernelParams& p, int first_k) {
   const Layout& l = p.layout;
   const int chunks = l.steps_per_split * (kStep / 16), log2 = l.token_threads_log2;
   const int thread = static_cast<int>(threadIdx.x) ^ kTableThreads;  // few tokens: those that make no table
@@ -192,23 +196,41 @@ __device__ __forceinline__ void load_tokens(uint8_t* shared, const KernelParams&
   for (int m = thread >> log2; m < l.M; m += kThreads >> log2) {
     const int8_t* const from = p.a + static_cast<int64_t>(m) * l.K + first_k;
     uint8_t* const to = shared + m * l.token_pitch;
+    int sum = 0;
 #pragma unroll 2
     for (int i = thread & ((1 << log2) - 1); i < chunks; i += 1 << log2) {
       const bool inside = first_k + 16 * i < l.K;
-      const uint4 words = inside ? *reinterpret_cast<const uint4*>(from + 16 * i) : make_uint4(0, 0, 0, 0);
-      *reinterpret_cast<uint4*>(to + 16 * i) = Config::kBits == 6 ? quant::order_six(words) : words;
+      const int4 words = inside ? *reinterpret_cast<const int4*>(from + 16 * i) : make_int4(0, 0, 0, 0);
+      *reinterpret_cast<int4*>(to + 16 * i) = words;
+      if (Config::kBits == 6) {
+        constexpr int kOnes = 0x01010101;
+        sum = __dp4a(words.x, kOnes, __dp4a(words.y, kOnes, __dp4a(words.z, kOnes, __dp4a(words.w, kOnes, sum))));
+      }
+    }
+    if (Config::kBits == 6) {
+      sum = ptx::warp_sum(sum);
+      if (thread % 32 == 0) sum_parts[thread / 32] = sum;
     }
   }
 }
 
-// Two sums for each output and token: of products with positive and with negative values at 4 bits, with 127 - v8 and with 1 at
-// 6.
+// What the token of this thread's number adds up to, behind a barrier.
+__device__ __forceinline__ int sum_of_parts(const int (&sum_parts)[kWarps], const Layout& l) {
+  const int log2 = l.token_threads_log2 - 5;
+  int sum = 0;
+#pragma unroll 1
+  for (int i = 0; i < 1 << log2; ++i) sum += sum_parts[(threadIdx.x << log2) + i];
+  return sum;
+}
+
+// Of each output and token: products with positive and with negative values at 4 bits; with 127 - v8 at 6, two sums by turns, so
+// that an MMA does not wait for the one before.
 template <class Config>
 struct Sums {
   int first[Config::kTokenBlocks][4], second[Config::kTokenBlocks][4];
 
   __device__ __forceinline__ int value(int j, int e) const {
-    return Config::kBits == 4 ? first[j][e] - second[j][e] : 127 * second[j][e] - first[j][e];
+    return Config::kBits == 4 ? first[j][e] - second[j][e] : -(first[j][e] + second[j][e]);
   }
 };
 
@@ -240,12 +262,14 @@ __device__ __forceinline__ void multiply_four(Sums<Config>& sums, const uint4 (&
         }
       }
     }
+    uint4 b[Config::kTokenBlocks];
 #pragma unroll
-    for (int j = 0; j < Config::kTokenBlocks; ++j) {
-      const uint4 b = chunk(tokens + j * tokens_apart + 16 * half);
+    for (int j = 0; j < Config::kTokenBlocks; ++j) b[j] = chunk(tokens + j * tokens_apart + 16 * half);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t b0 = k == 0 ? b.x : b.z, b1 = k == 0 ? b.y : b.w;
+    for (int k = 0; k < 2; ++k) {
+#pragma unroll
+      for (int j = 0; j < Config::kTokenBlocks; ++j) {
+        const uint32_t b0 = k == 0 ? b[j].x : b[j].z, b1 = k == 0 ? b[j].y : b[j].w;
         const uint32_t more[4] = {positive[0][2 * k], positive[1][2 * k], positive[0][2 * k + 1], positive[1][2 * k + 1]};
         mma::M16N8K32S8::multiply(sums.first[j], more, b0, b1);
         if constexpr (kSplit) {
@@ -279,9 +303,8 @@ __device__ __forceinline__ void multiply_four(Sums<Config>& sums, const HalfStep
 
 // 6 bits.
 template <class Config>
-__device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep& at, const uint8_t* table, int copies,
+__device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep& at, const uint8_t* table, uint32_t minus_first,
                                              const uint8_t* tokens, int tokens_apart) {
-  constexpr uint32_t kOnes[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
   const uint4 nibbles[2] = {chunk(at.nibbles), chunk(at.nibbles + 1024)};
   const uint2 tops[2] = {*reinterpret_cast<const uint2*>(at.tops), *reinterpret_cast<const uint2*>(at.tops + 512)};
 #pragma unroll
@@ -290,18 +313,21 @@ __device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep&
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const uint8_t* const scale = at.scales + 8 * i * at.scale_pitch + (Config::kGroup16 ? half : 0);
-      const uint2 negated = reinterpret_cast<const uint2*>(table)[copies * *scale + (threadIdx.x & (copies - 1))];
-      quant::decode_six_unsigned(half == 0 ? nibbles[i].x : nibbles[i].z, half == 0 ? nibbles[i].y : nibbles[i].w,
-                                 half == 0 ? tops[i].x : tops[i].y, negated, words[i]);
+      const uint32_t negated = reinterpret_cast<const uint32_t*>(table)[*scale];
+      const quant::SixCodes codes(half == 0 ? nibbles[i].x : nibbles[i].z, half == 0 ? nibbles[i].y : nibbles[i].w,
+                                  half == 0 ? tops[i].x : tops[i].y);
+      codes.decode(words[i], negated, minus_first);
     }
+    uint4 b[Config::kTokenBlocks];
 #pragma unroll
-    for (int j = 0; j < Config::kTokenBlocks; ++j) {
-      const uint4 b = chunk(tokens + j * tokens_apart + 16 * half);
+    for (int j = 0; j < Config::kTokenBlocks; ++j) b[j] = chunk(tokens + j * tokens_apart + 16 * half);
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t a[4] = {words[0][2 * k], words[1][2 * k], words[0][2 * k + 1], words[1][2 * k + 1]};
-        mma::M16N8K32U8S8::multiply(sums.first[j], a, k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
-        mma::M16N8K32S8::multiply(sums.second[j], kOnes, k == 0 ? b.x : b.z, k == 0 ? b.y : b.w);
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t a[4] = {words[0][2 * k], words[1][2 * k], words[0][2 * k + 1], words[1][2 * k + 1]};
+#pragma unroll
+      for (int j = 0; j < Config::kTokenBlocks; ++j) {
+        const uint32_t b0 = k == 0 ? b[j].x : b[j].z, b1 = k == 0 ? b[j].y : b[j].w;
+        mma::M16N8K32U8S8::multiply(k == 0 ? sums.first[j] : sums.second[j], a, b0, b1);
       }
     }
   }
@@ -310,7 +336,8 @@ __device__ __forceinline__ void multiply_six(Sums<Config>& sums, const HalfStep&
 // One step of a warp: 2 x 128 columns.
 template <class Config>
 __device__ __forceinline__ void multiply(Sums<Config>& sums, const uint8_t* stage, const uint8_t* table, bool splits,
-                                         const uint8_t* scales, const Layout& l, const uint8_t* tokens, int tokens_apart) {
+                                         uint32_t minus_first, const uint8_t* scales, const Layout& l, const uint8_t* tokens,
+                                         int tokens_apart) {
   const int lane = static_cast<int>(threadIdx.x % 32), g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -320,17 +347,9 @@ __device__ __forceinline__ void multiply(Sums<Config>& sums, const uint8_t* stag
     if constexpr (Config::kBits == 4) {
       multiply_four<Config>(sums, at, table, l.copies, splits, tokens + 128 * half, tokens_apart);
     } else {
-      multiply_six<Config>(sums, at, table, l.copies, tokens + 128 * half, tokens_apart);
+      multiply_six<Config>(sums, at, table, minus_first, tokens + 128 * half, tokens_apart);
     }
   }
-}
-
-// Each thread's copies of a row in an order of its own.
-template <class Row>
-__device__ __forceinline__ void store_copies(uint8_t* table, int copies, int index, const Row& row) {
-  Row* const to = reinterpret_cast<Row*>(table) + copies * index;
-#pragma unroll 1
-  for (int i = 0; i < copies; ++i) to[(index + i) & (copies - 1)] = row;
 }
 
 // Tables of the decoder, by kTableThreads threads; whether products split by sign. `codebook`: nullptr where there is none.
@@ -339,14 +358,20 @@ __device__ __forceinline__ bool fill_table(uint8_t* table, int copies, const flo
   const int thread = static_cast<int>(threadIdx.x);
   static_assert(kTableThreads == 256, "a row a thread");
   if (Config::kBits == 6) {
-    store_copies(table, copies, thread, quant::negated_scales(thread));
+    reinterpret_cast<uint32_t*>(table)[thread] = quant::negated_scale(thread);
     return false;
   }
   float levels[16];
   quant::load_levels(levels, codebook);
   const uint4 row = quant::decode_table_row(levels, quant::e4m3_to_float(thread));
-  reinterpret_cast<uint4*>(table)[thread] = row;
-  if (thread < kSplitRows) store_copies(table + kTableThreads * sizeof(uint4), copies, thread, quant::split_row(row));
+  uint4* const rows = reinterpret_cast<uint4*>(table);
+  rows[thread] = row;
+  if (thread < kSplitRows) {
+    const uint4 split = quant::split_row(row);
+#pragma unroll 1
+    for (int i = 0; i < copies; ++i)  // each thread in an order of its own
+      rows[256 + copies * thread + ((thread + i) & (copies - 1))] = split;
+  }
   return quant::splits_by_sign(levels);
 }
 
@@ -364,6 +389,7 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
   __shared__ uint64_t barrier;
   __shared__ __align__(16) float codebook[16];
   __shared__ float token_scales[2 * kTokens];
+  __shared__ int token_sums[2 * kTokens], token_sum_parts[kWarps];  // 6 bits: a warp has part of one token
   const Layout& l = p.layout;
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
   const int warp_n = warp & (l.warps_n - 1), warp_k = warp >> l.warps_n_log2, warps_k = kWarps >> l.warps_n_log2;
@@ -390,7 +416,7 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
   load_scales(shared + l.scales_at, p, first_tile, first_step);
   ptx::cp_async_commit();
   int* const sums_of_tile = reinterpret_cast<int*>(shared + l.sums_at);
-  for (int i = threadIdx.x; i < 2 * l.sum_words; i += kThreads) sums_of_tile[i] = 0;
+  for (int i = threadIdx.x; i < l.buffers * l.sum_words; i += kThreads) sums_of_tile[i] = 0;
   if (l.splits > 1) {
     if (threadIdx.x == 0) {
       ptx::receive_init(&barrier);
@@ -411,7 +437,7 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
   ptx::wait_then_launch_dependents();
   float token_scale = 0.0f;
   if (threadIdx.x < l.M) token_scale = p.epilogue.a_scale[threadIdx.x];
-  load_tokens<Config>(all_tokens, p, first_step * kStep);
+  load_tokens<Config>(all_tokens, token_sum_parts, p, first_step * kStep);
 #pragma unroll 1
   for (int i = 1; i < l.stages - 1; ++i) {
     ring.load();
@@ -447,20 +473,25 @@ __global__ void __maxnreg__(Config::kRegisters) w4a8_stream(const __grid_constan
       ring.advance(loading, rounds);
       const int step = round * warps_k;
       if (step + warp_k < steps) {
-        multiply<Config>(sums, own_ring + stage * Config::kStageBytes, shared, splits,
+        multiply<Config>(sums, own_ring + stage * Config::kStageBytes, shared, splits, p.minus_first,
                          scales + ((step + warp_k) * kStep >> l.group_log2), l, tokens + step * kStep, tokens_apart);
       }
       stage = stage + 1 == l.stages ? 0 : stage + 1;
     }
-    if (tile == first_tile && threadIdx.x < l.M) token_scales[threadIdx.x] = token_scale;
+    if (tile == first_tile && threadIdx.x < l.M) {
+      token_scales[threadIdx.x] = token_scale;
+      if (Config::kBits == 6) token_sums[threadIdx.x] = sum_of_parts(token_sum_parts, l);
+    }
     if (own_column < columns) columns_of_tile[odd * columns + own_column] = column;
-    add_fragments<Config::kTokenBlocks>(sums_of_tile + odd * l.sum_words, l, warp_n, [&](int j, int e) { return sums.value(j, e); });
+    add_fragments<Config::kTokenBlocks>(sums_of_tile + odd * l.sum_words, l, warp_n,
+                                        [&](int j, int e) { return sums.value(j, e); });
     if (rounds < l.stages) wait_group(rounds - 1);  // the next scales came with the first round's load
     if (l.splits > 1) ptx::cluster_wait();  // every block has taken what was sent to it before
     __syncthreads();
     const TileMemory memory = {sums_of_tile + odd * l.sum_words, token_scales, columns_of_tile + odd * columns,
                                reinterpret_cast<int4*>(shared + l.received_at), &barrier};
-    finish_tile<kThreads>(p.epilogue, l, memory, odd, tile, rank, [](int) { return 0; });
+    finish_tile<kThreads>(p.epilogue, l, memory, odd, tile, rank,
+                          [&](int m) { return Config::kBits == 6 ? 127 * token_sums[m] : 0; });
     if (l.splits > 1) {
       __syncthreads();  // all have waited for the phase and taken their sums
       if (threadIdx.x == 0) ptx::receive_expect(&barrier, Ownership(l).bytes_for(rank));
