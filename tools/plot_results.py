@@ -88,8 +88,7 @@ def plot_quantize(found: dict, family: str) -> plt.Figure:
     widths = sorted({row["K"] for row in found["rows"]})
     figure, axes = plt.subplots(1, len(widths), figsize=(2.6 * len(widths), 3.4), sharey=True)
     for axis, K in zip(axes, widths, strict=True):
-        cases = dict.fromkeys(row["case"] for row in found["rows"])
-        for case in cases:
+        for case in dict.fromkeys(row["case"] for row in found["rows"] if row["K"] == K):
             mine = sorted((r["M"], floor_us(r) / r["us"]) for r in found["rows"] if (r["case"], r["K"]) == (case, K))
             axis.plot(*zip(*mine, strict=True), marker="o", markersize=3, label=case)
         axis.axhline(0.85, color="black", linewidth=0.8, linestyle=":")
@@ -97,7 +96,7 @@ def plot_quantize(found: dict, family: str) -> plt.Figure:
         axis.set_title(f"K = {K}", fontsize=9)
         axis.set_xlabel("M")
     axes[0].set_ylabel("share of the floor")
-    axes[-1].legend(fontsize=7)
+    axes[0].legend(fontsize=7)  # the narrowest has every case
     figure.suptitle(f"{family}: {source_line(found)}", fontsize=9)
     return figure
 

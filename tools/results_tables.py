@@ -184,7 +184,7 @@ def quantize_shares() -> str:
     head = ["case", "K", "us at M = 1", "share at 4096", "at 8192", "times comfy-kitchen at 8192"]
     lines = []
     for case in cases:
-        for K in sorted(widths):
+        for K in sorted(K for K in widths if (case, K, 1) in found):
             one, many, most = (found[case, K, M] for M in (1, 4096, 8192))
             shares = [
                 f"{(r['copy_us'] + (r['read_us'] if case == 'tensorwise' else 0)) / r['us']:.0%}" for r in (many, most)

@@ -26,6 +26,7 @@ from kitchen_int8._quantize import quantize_rowwise
 
 ROWS = (1, 16, 256, 1000, 1024, 4096, 8192)
 FEATURES = (384, 3072, 5120, 12288)
+LONG_K = 28672  # more than one CTA holds; the rowwise quantizers alone
 ROWWISE = {"plain": ("none", False), "convrot": ("none", True), "swiglu_convrot": ("swiglu", True)}
 OTHER_ROWS = (1, 256, 4096, 8192)
 OTHERS = ("tensorwise", "dequantize", "dequantize_convrot", "embedding_convrot")
@@ -41,7 +42,7 @@ Call = Callable[[int], object]
 
 def cells() -> set[tuple]:
     """(case, part, M, K, N) of every row of a complete file."""
-    rowwise = {(case, "quant", M, K, None) for case in ROWWISE for M in ROWS for K in FEATURES}
+    rowwise = {(case, "quant", M, K, None) for case in ROWWISE for M in ROWS for K in (*FEATURES, LONG_K)}
     return rowwise | {(case, "quant", M, K, None) for case in OTHERS for M in OTHER_ROWS for K in FEATURES}
 
 

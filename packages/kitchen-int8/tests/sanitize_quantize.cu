@@ -7,6 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <tuple>
+
 #include "dequantize_int8/dequantize_int8.h"
 #include "quantize_int8_rowwise/quantize_int8_rowwise.h"
 #include "quantize_int8_tensorwise/quantize_int8_tensorwise.h"
@@ -90,6 +92,41 @@ void check_rowwise(Tally& tally) {
   }
 }
 
+// Rows longer than one CTA holds: clusters, some of whose warps and CTAs hold no column, against chunks of all sizes.
+void check_long_rows(Tally& tally) {
+  constexpr int M = 3;
+  for (const DType type : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+    for (const auto& [K, act, group] : {std::tuple{16'400, InputAct::kNone, 0},
+                                        {28'672, InputAct::kNone, 256},
+                                        {28'672, InputAct::kSwiglu, 256},
+                                        {24'576, InputAct::kGeluTanh, 64},
+                                        {24'577, InputAct::kSitu, 0},
+                                        {20'480, InputAct::kRmsNorm, 4096}}) {
+      const DeviceArray<uint8_t> x(typed_values(type, static_cast<size_t>(M) * K * (quant::is_pair(act) ? 2 : 1)));
+      const DeviceArray<float> weight(random_floats(K));
+      const int tiles = (K + 511) / 512;
+      const Quantized want = quantize_rows(x, weight, type, M, K, act, group, {0, 32, 1, 0, false});
+      std::vector<QuantizePlan> plans = {{0, 16, 1, 0, false}, {0, 32, 1, 0, false}};
+      if (group <= 2048) plans.push_back({0, 8, 1, 0, false});
+      if (K % 16 == 0 && act != InputAct::kRmsNorm) {
+        const bool special = type != DType::kFloat32 && (group == 256 || (group == 0 && act == InputAct::kNone));
+        for (const QuantizePlan& plan : {QuantizePlan{1, (tiles + 7) / 8, 8, 0, special}, {1, (tiles + 3) / 4, 4, 0, special},
+                                         {1, 24, 8, 0, special}, {1, (tiles + 7) / 8, 8, 0, false}})
+          plans.push_back(plan);
+      }
+      for (const QuantizePlan& plan : plans) {
+        const std::string name = std::string("long row ") + kTypeNames[int(type)] + " K=" + std::to_string(K) + " act " +
+                                 std::to_string(int(act)) + " tiles " + std::to_string(plan.tiles) + " warps " +
+                                 std::to_string(plan.warps) + " cluster " + std::to_string(plan.cluster);
+        tally.run(name, [&] {
+          const Quantized got = quantize_rows(x, weight, type, M, K, act, group, plan);
+          return act == InputAct::kNone ? differences(got.codes, want.codes) + differences(got.scales, want.scales) : 0;
+        });
+      }
+    }
+  }
+}
+
 std::vector<int8_t> quantize_tensor(const DeviceArray<uint8_t>& x, DType type, int count, const float* given, uint64_t seed) {
   const DeviceArray<int8_t> codes(static_cast<size_t>(count));
   const DeviceArray<float> scale(size_t{1});
@@ -157,6 +194,7 @@ void check_dequantize(Tally& tally) {
 int main(int argc, char** argv) {
   Tally tally(argc, argv);
   check_rowwise(tally);
+  check_long_rows(tally);
   check_tensorwise(tally);
   check_dequantize(tally);
   return tally.finish();

@@ -15,9 +15,17 @@ from kitchen_int8 import _quantize
 pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEATURES = (1, 3, 16, 48, 255, 256, 384, 512, 768, 1000, 3072, 4096, 5120, 8192, 12288, 16384, 20480)
+FEATURES = (1, 3, 16, 48, 255, 256, 384, 512, 768, 1000, 2047, 2056, 3072, 4095, 4096, 4104, 5120, 8192, 8200, 12288, 16384,
+            20480, 20481)  # fmt: skip
 ROTATED = ((4, 4), (20, 4), (16, 16), (144, 16), (64, 64), (384, 64), (256, 256), (768, 256), (3072, 256), (12288, 256),
            (16384, 256), (17408, 256), (1024, 1024), (5120, 1024), (4096, 4096), (12288, 4096))  # fmt: skip
+# K above what one CTA holds, up to what a cluster holds (98304) and beyond; the groups that divide it
+LONG = [
+    (K, group)
+    for K in (16400, 24576, 28672, 28688, 65536, 98304, 98320)
+    for group in (0, 64, 256)
+    if group == 0 or K % group == 0
+]
 # (tiles, warps, cluster, ctas_per_sm), each with the special and the general kernels
 SHAPES_OF_PLANS = [
     (1, 3, 1, 0), (1, 24, 1, 1), (1, 3, 2, 0), (1, 6, 4, 0), (1, 3, 8, 0),
@@ -83,6 +91,108 @@ def test_every_plan_is_bit_equal(plan, group):
             check_equal(random_rows(150, columns, dtype, seed=columns).cuda(), group, plan=plan)
 
 
+CHUNKS = (0, 32, 1, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "plan"),
+    [
+        ({"M": 1, "K": 28672}, (1, 7, 8, 0, True)),
+        ({"M": 16, "K": 28672}, (1, 7, 8, 0, True)),
+        ({"M": 17, "K": 28672}, (1, 14, 4, 0, True)),
+        ({"M": 2**23, "K": 24576}, (1, 12, 4, 0, True)),
+        ({"M": 300, "K": 32784}, (1, 9, 8, 0, True)),
+        ({"M": 1, "K": 98304, "group": 64}, (1, 24, 8, 0, False)),
+        ({"M": 300, "K": 98320}, CHUNKS),
+        ({"M": 300, "K": 12304, "dtype": 0}, (1, 13, 2, 0, False)),
+        ({"M": 300, "K": 28672, "act": 3}, CHUNKS),  # rms_norm
+        ({"M": 300, "K": 28672, "seed": 1}, CHUNKS),
+        ({"M": 300, "K": 28672, "group": 1024}, CHUNKS),
+        ({"M": 300, "K": 28680}, CHUNKS),
+        ({"M": 300, "K": 28672, "has_clusters": False}, CHUNKS),
+        ({"M": 300, "K": 4096, "group": 4096}, (0, 16, 1, 0, False)),
+        ({"M": 300, "K": 1001}, (0, 8, 1, 0, False)),
+    ],
+)
+def test_plans_of_long_rows_and_of_chunks(asked, plan):
+    """On an H200."""
+    h200 = {"sm_count": 132, "has_clusters": True, "smem_per_cta": 232_448, "smem_per_sm": 233_472}
+    row = {"x": 1 << 20, "x_row_stride": asked["K"], "dtype": 2, "codes": 1 << 20, "group": 0, "act": 0, "seed": 0}
+    assert _quantize.EXTENSION.module.quantize_plan(**(row | h200 | asked)) == plan
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("K", "group"), LONG)
+def test_long_rows_are_bit_equal(K, group, dtype):
+    most = 300 if K < 30000 else 40
+    x = random_rows(most, K, dtype, seed=K)
+    want_codes, want_scales = reference(x, group)
+    for M in (1, 3, 33, most):
+        codes, scales = _quantize.quantize_rowwise(x[:M].cuda(), group)
+        assert torch.equal(scales.cpu().view(torch.int32), want_scales[:M].view(torch.int32)), M
+        assert torch.equal(codes.cpu(), want_codes[:M]), M
+
+
+def plans_of_long_rows(K: int):
+    """Clusters of as many warps as K needs, of one more and of all (some CTAs then hold no column), and chunks of each size."""
+    tiles = -(-K // 512)
+    for cluster in (2, 4, 8):
+        least = -(-tiles // cluster)
+        for warps in sorted({least, least + 1, 24}):
+            if least <= warps <= 24:
+                yield from ((1, warps, cluster, 0, special) for special in (True, False))
+    yield from ((0, warps, 1, 0, False) for warps in (8, 16, 32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("K", "group"), LONG)
+def test_every_plan_of_a_long_row_is_bit_equal(K, group, dtype):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need compute capability 9.0")
+    x = random_rows(7, K, dtype, seed=K + 1)
+    want_codes, want_scales = reference(x, group)
+    for plan in plans_of_long_rows(K):
+        codes, scales = _quantize.quantize_rowwise(x.cuda(), group, plan=plan)
+        assert torch.equal(scales.cpu().view(torch.int32), want_scales.view(torch.int32)), plan
+        assert torch.equal(codes.cpu(), want_codes), plan
+
+
+@pytest.mark.parametrize("act", ["gelu_tanh", "swiglu", "rms_norm"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("K", "group"), [(16400, 0), (24576, 64), (28672, 0), (28672, 256), (28688, 0), (65536, 256), (98320, 0)]
+)
+def test_activation_of_long_rows(act, dtype, K, group):
+    most = 300 if K == 28672 else 33
+    x = torch.randn(most, input_width(K, act), generator=torch.Generator().manual_seed(K)).to(dtype)
+    weight = None
+    if act == "rms_norm":
+        weight = torch.rand(K, generator=torch.Generator().manual_seed(7)).add(0.5).to(dtype).cuda()
+    for M in (1, 3, most):
+        check_close(x[:M].cuda(), group, act, weight, 1e-6)
+
+
+@pytest.mark.parametrize("act", ["gelu_tanh", "swiglu"])
+def test_activation_in_every_plan_of_a_long_row(act):
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need compute capability 9.0")
+    x = torch.randn(5, input_width(28672, act), generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+    for plan in plans_of_long_rows(28672):
+        check_close(x, 256, act, plan=plan)
+
+
+@pytest.mark.parametrize("plan", [(1, 4, 1, 0, False), (1, 2, 8, 0, False), (2, 2, 2, 0, False), (0, 4, 1, 0, False)])
+def test_a_plan_that_cannot_be_is_refused(plan):
+    """Too few warps; rms_norm in a cluster; two tiles in a cluster; chunks of 1024 columns with groups of 4096."""
+    K = 4096
+    x = torch.ones(2, K, device="cuda")
+    rms = torch.ones(K, device="cuda") if plan[:3] == (1, 2, 8) else None
+    with pytest.raises((RuntimeError, ValueError), match=r"plan does not cover|whole groups"):
+        _quantize.quantize_rowwise(
+            x, 4096 if plan[0] == 0 else 0, "none" if rms is None else "rms_norm", rms, 1e-6, plan=plan
+        )
+
+
 def test_persistent_grid_walks_over_all_rows():
     for plan in ((2, 3, 1, 1, True), (2, 3, 1, 1, False), (1, 6, 1, 1, True), (1, 6, 1, 2, True)):
         check_equal(random_rows(1000, 3072, torch.bfloat16).cuda(), 256, plan=plan)
@@ -112,7 +222,7 @@ def test_activation_in_every_kind_of_plan(plan):
 
 
 @pytest.mark.parametrize("group", [0, 256])
-@pytest.mark.parametrize("K", [3072, 3073 - 1 - 256, 20480])
+@pytest.mark.parametrize("K", [3072, 3073 - 1 - 256, 20480, 131_072])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 def test_a_row_with_inf_or_nan_spoils_no_other_row(group, K, bad):
     x = random_rows(9, K, torch.float32)
@@ -144,7 +254,7 @@ def test_golden_vectors():
     assert torch.allclose(scales.cpu(), torch.tensor([[0.023622047], [0.007874016]]), rtol=1e-7)
 
 
-@pytest.mark.parametrize("K", [5, 4096, 6000])
+@pytest.mark.parametrize("K", [5, 4096, 6000, 28672])
 @pytest.mark.parametrize("seed", [1, 12345, 2**40 + 3])
 def test_stochastic_rounding_is_bit_equal(K, seed):
     check_equal(random_rows(11, K, torch.bfloat16).cuda(), seed=seed)
@@ -170,15 +280,15 @@ def test_leading_dims_and_empty():
     assert codes.shape == (0, 3, 4, 512)
 
 
-@pytest.mark.parametrize("K", [32_768, 12_288])  # a kernel of each kind
-def test_more_than_65535_rows_and_2_to_31_elements(K):
+@pytest.mark.parametrize(("K", "group"), [(32_768, 256), (12_288, 256), (12_296, 0)])  # a cluster, a CTA, chunks
+def test_more_than_65535_rows_and_2_to_31_elements(K, group):
     M = max(70_000, 2**31 // K + 100)
     if torch.cuda.mem_get_info()[0] < 16 << 30:
         pytest.skip("needs 16 GB of free GPU memory")
     x = torch.empty(M, K, dtype=torch.bfloat16, device="cuda").normal_()
-    codes, scales = _quantize.quantize_rowwise(x, 256)
+    codes, scales = _quantize.quantize_rowwise(x, group)
     for rows in (slice(0, 3), slice(65_534, 65_539), slice(M - 3, M)):
-        want_codes, want_scales = reference(x[rows], 256)
+        want_codes, want_scales = reference(x[rows], group)
         assert torch.equal(codes[rows].cpu(), want_codes)
         assert torch.equal(scales[rows].cpu(), want_scales)
 

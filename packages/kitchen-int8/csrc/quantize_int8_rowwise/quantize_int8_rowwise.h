@@ -12,9 +12,8 @@ namespace kitchen::int8 {
 
 // Where codes lie in a row.
 enum class CodeOrder {
-  kColumns,    // column by column
-  kLanes,      // as 32 neighbouring columns a lane of four make wgmma's operand; code_order.cuh says which, rows padded by zeros
-  kLanePairs,  // the same, of each 16 columns i and i + 8 side by side (kitchen/quant/w4a8_decode.h: kOrder6)
+  kColumns,  // column by column
+  kLanes,    // as 32 neighbouring columns a lane of four make wgmma's operand; code_order.cuh says which, rows padded by zeros
 };
 
 struct QuantizeParams {
@@ -44,7 +43,7 @@ struct QuantizeDevice {
 
 // How it is computed.
 struct QuantizePlan {
-  int tiles;        // tiles of 512 columns held by a warp, 1 or 2; 0: the kernel that reads x twice and takes anything
+  int tiles;        // tiles of 512 columns held by a warp, 1 or 2; 0: the kernel of chunks, which takes anything
   int warps;        // of a CTA
   int cluster;      // CTAs that share a row
   int ctas_per_sm;  // grid limit, each CTA walking over rows; 0: one CTA a row

@@ -203,42 +203,26 @@ __device__ __forceinline__ uint32_t transpose_halves(uint32_t word, int lane) {
   return ptx::pick_bytes(word, next, lane & 1 ? 0x3276 : 0x5410);
 }
 
-// In another order, layout B: `words[i]` holds the four columns from `column + kStep * i` on, `column` as in store_tiles. Lanes
-// kPartner apart hold columns 8 apart.
+// In another order, layout B: `words[i]` holds the four columns from `column + kStep * i` on, `column` as in store_tiles.
 template <class C>
-__device__ __forceinline__ void store_ordered(uint32_t (&words)[4], const QuantizeParams& p, int8_t* codes, int column, int left,
-                                              int lane) {
-  constexpr int kPartner = C::kTiles == 1 ? 8 : 4;
-  if (p.order == CodeOrder::kLanePairs) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, words[i], kPartner);
-      words[i] = ptx::pick_bytes(words[i], other, lane & kPartner ? 0x3726 : 0x5140);
-    }
-  }
+__device__ __forceinline__ void store_ordered(const uint32_t (&words)[4], int8_t* codes, int column, int left) {
   if constexpr (C::kTiles == 2) {  // the four words are neighbours
     if (C::kExact || column < left)
-      *reinterpret_cast<uint4*>(codes + ordered_word(column, p.order)) = make_uint4(words[0], words[1], words[2], words[3]);
+      *reinterpret_cast<uint4*>(codes + ordered_word(column)) = make_uint4(words[0], words[1], words[2], words[3]);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (C::kExact || column + 64 * i < left) *reinterpret_cast<uint32_t*>(codes + ordered_word(column + 64 * i, p.order)) = words[i];
+      if (C::kExact || column + 64 * i < left) *reinterpret_cast<uint32_t*>(codes + ordered_word(column + 64 * i)) = words[i];
     }
   }
 }
 
 // The same of layout A: `words` are the lane's 16 columns.
 template <class C>
-__device__ __forceinline__ void store_ordered_columns(const uint32_t (&words)[4], const QuantizeParams& p, int8_t* codes,
-                                                      int column, int left) {
+__device__ __forceinline__ void store_ordered_columns(const uint32_t (&words)[4], int8_t* codes, int column, int left) {
   if (!C::kExact && column >= left) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t pair = i % 2 == 0 ? ptx::pick_bytes(words[i / 2], words[i / 2 + 2], 0x5140)
-                                     : ptx::pick_bytes(words[i / 2], words[i / 2 + 2], 0x7362);
-    const int at = ordered_word(column + 4 * i, CodeOrder::kLanes);
-    *reinterpret_cast<uint32_t*>(codes + at) = p.order == CodeOrder::kLanePairs ? pair : words[i];
-  }
+  for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(codes + ordered_word(column + 4 * i)) = words[i];
 }
 
 // codes: of this row, from the warp's first column on; `left` the number of bytes from there to the row's end.
@@ -252,7 +236,7 @@ __device__ __forceinline__ void store_tiles(const float (&v)[C::kValues], const 
     if (!ends_in_layout_b<C>(p)) {
       const int column = t * kTileColumns + lane * kLaneColumns;
       if (p.order != CodeOrder::kColumns) {
-        store_ordered_columns<C>(words, p, codes, column, left);
+        store_ordered_columns<C>(words, codes, column, left);
       } else if (C::kExact || column < left) {
         *reinterpret_cast<uint4*>(codes + column) = make_uint4(words[0], words[1], words[2], words[3]);
       }
@@ -264,7 +248,7 @@ __device__ __forceinline__ void store_tiles(const float (&v)[C::kValues], const 
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = C::kTiles == 1 ? transpose_bytes(words[i], lane) : transpose_halves(words[i], lane);
     if (p.order != CodeOrder::kColumns) {
-      store_ordered<C>(words, p, codes, column, left, lane);
+      store_ordered<C>(words, codes, column, left);
       continue;
     }
 #pragma unroll
@@ -435,7 +419,9 @@ __global__ void __launch_bounds__(C::kMaxThreads, C::kMinCtas) quantize_rows_sta
   }
 }
 
-// One row a cluster, for few rows: CTA `rank` holds tiles rank * warps and on. The maxima meet in every CTA's shared memory.
+// One row a cluster, for few rows and for rows that one CTA does not hold: CTA `rank` holds tiles rank * warps and on. The maxima
+// meet in every CTA's shared memory.
+// CTAs and warps behind the row's end hold zeros and take part: the barriers count them.
 template <class C>
 __global__ void __launch_bounds__(C::kMaxThreads) quantize_rows_cluster(const QuantizeParams p) {
   static_assert(C::kTiles == 1, "a cluster is for short latency: one tile a warp");
