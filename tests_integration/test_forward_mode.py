@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
-from torch.func import grad, hessian, jacfwd, jvp, linearize, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import kitchen_core as kc
 from kitchen_core import InferenceOnlyError, ops
@@ -15,6 +15,9 @@ from kitchen_core.testing import LINEAR_OPS, assert_close, assert_equal
 
 N, K = 128, 384
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+with torch.inference_mode():
+    if not jvp(torch.neg, (torch.ones(1),), (torch.ones(1),))[1]:
+        del MODES["inference_mode"]  # torch 2.10 and 2.11 have no forward mode in it, of a dense linear neither
 EXACT = 4 * K * 2.0**-24  # of sums of K products in fp32, taken twice
 
 pytestmark = [
@@ -104,6 +107,99 @@ def test_an_activation_in_front_and_a_residual(weight, mode):
     with MODES[mode]():
         assert_equal(jvp(call, (x, residual), (moved, residual))[1], want)
     assert (want - residual).abs().max() > 0
+
+
+REVERSE = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.ones_like(f(x)))[0],
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x[None]),
+    "grad of vmap": lambda f, x: grad(lambda x: vmap(f)(x[None]).sum())(x),
+}
+
+
+@pytest.mark.parametrize("way", REVERSE)
+def test_reverse_mode_of_torch_func_has_no_gradient_of_zero(weight, way):
+    """As autograd alone says: an op is given tensors that show nothing of it."""
+    x = torch.randn(3, K)
+    layer = kc.QuantizedLinear(weight.inner(), weight.format, weight.config, None, torch.float32)
+    scale = next(key for key, parameter in layer.named_parameters() if parameter.dtype == torch.float32)
+    with pytest.raises(InferenceOnlyError, match="quantize_int8_rowwise was asked for a gradient"):
+        REVERSE[way](lambda x: ops.quantize_int8_rowwise(x)[1], x)
+    for inputs in (lambda s: x, lambda s: x * s.sum()):
+        with pytest.raises(InferenceOnlyError, match="weight has no derivative"):
+            REVERSE[way](
+                lambda s, inputs=inputs: functional_call(layer, {scale: s}, (inputs(s),)),
+                layer.get_parameter(scale).detach(),
+            )
+    with pytest.raises(InferenceOnlyError, match="residual_scale has no gradient"):
+        REVERSE[way](lambda s: weight.linear(x, None, torch.zeros(3, N), s), torch.ones(N))
+    constant = ops.quantize_int8_rowwise(torch.ones(K))[1]
+    made = REVERSE[way](lambda x: F.linear(x, weight) + ops.quantize_int8_rowwise(torch.ones(K))[1] - constant, x)
+    dense = weight.dequantize()
+    want = REVERSE[way](lambda x: F.linear(x, dense), x)
+    size = REVERSE[way](lambda x: F.linear(x, dense.abs()), x)
+    assert_close(made, want, absolute=EXACT * size)
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad"])
+@pytest.mark.parametrize("rows", [(), (1,), (2, 3)])
+def test_a_bias_alone_moves_every_row(weight, rows, mode):
+    x, bias, moved = torch.randn(*rows, K), torch.randn(N), torch.randn(N)
+
+    def call(bias):
+        return F.linear(x, weight, bias)
+
+    want = moved.expand(*rows, N)
+    with MODES[mode]():
+        assert_equal(jvp(call, (bias,), (moved,))[1], want)
+        assert_equal(jvp(vmap(call), (bias[None],), (moved[None],))[1], want[None])
+        assert_equal(dual_tangent(call, bias, moved), want)
+
+
+PRODUCTS = {
+    "x @ w.t()": lambda x, w, transposed: x @ w.t(),
+    "x @ w.T": lambda x, w, transposed: torch.matmul(x, w.T),
+    "mm of a transpose made before": lambda x, w, transposed: torch.mm(x, transposed),
+    "addmm": lambda x, w, transposed: torch.addmm(torch.zeros(N), x, w.mT),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_products_with_the_transpose_are_the_linear(weight, way, mode):
+    """A tangent is not rounded to the grid of the op, and the primal is the op's."""
+    x, moved = operands()
+    transposed, want = weight.t(), F.linear(x, weight)
+    with MODES[mode]():
+        y, tangent = jvp(lambda x: PRODUCTS[way](x, weight, transposed), (x,), (moved,))
+        assert_equal(y, want)
+        assert_tangent(tangent, moved, weight)
+        if mode != "inference_mode":
+            assert_tangent(dual_tangent(lambda x: PRODUCTS[way](x, weight, transposed), x, moved), moved, weight)
+
+
+def test_products_that_torch_makes_of_others_have_the_exact_tangent(weight):
+    x, moved = operands()
+    transposed = weight.t()
+    for call in (
+        lambda x: torch.addmm(torch.zeros(N), x, transposed, beta=2, alpha=3) / 3,
+        lambda x: torch.linalg.multi_dot([x, transposed]),
+        lambda x: torch.einsum("bk,nk->bn", x, weight),
+    ):
+        assert_tangent(jvp(call, (x,), (moved,))[1], moved, weight)
+        assert_tangent(dual_tangent(call, x, moved), moved, weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_activation_that_was_quantized_before_is_a_constant(weight, mode):
+    x, moved = torch.randn(3, K), torch.randn(3, N)
+    given = weight.quantize_activation(x)
+    want = weight.linear(given)
+    with MODES[mode]():
+        y, tangent = jvp(lambda z: weight.linear(given) * z, (torch.ones(3, N),), (moved,))
+        assert_equal(y, want)
+        assert_equal(tangent, want * moved)
 
 
 def test_derivatives_of_second_order(weight):

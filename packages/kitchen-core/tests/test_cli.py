@@ -179,6 +179,12 @@ def test_explain_names_no_kernel_for_a_call_that_the_op_refuses(words, status, t
     assert status == 0 or ">" not in output.replace("->", "")
 
 
+def test_a_word_takes_the_place_of_the_usual_one(capsys):
+    told = explained(capsys, "svdquant_linear", "-M", "64", "--option", "scales=float32", "--as", "sm_90")
+    assert "4 bits, scales=float32, on " in told
+    assert "scales=bfloat16" not in told
+
+
 def test_sizes_that_no_tensor_can_have_are_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["explain", "int8_linear", "-N", str(10**20)])

@@ -164,6 +164,57 @@ def test_explain_refuses_unknown_words():
         explain("int8_linear", rows=3)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dtype": "bfloat16"}, "dtype must be a dtype of torch, such as torch.bfloat16, got 'bfloat16'"),
+        ({"dtype": torch.float64}, "dtype of int8_linear must be float32, float16, bfloat16, got float64"),
+        ({"out_dtype": torch.int32}, "out_dtype of int8_linear must be float32, float16, bfloat16, got int32"),
+        (
+            {"options": ("input_act=swiglu", "bias", "input_act=situ")},
+            "the options say input_act=situ and input_act=swiglu",
+        ),
+    ],
+)
+def test_explain_answers_for_no_call_that_cannot_be(fields, words):
+    told = explain("int8_linear", M=1, N=64, K=64, **fields)
+    assert words in told.refused
+    assert told.chosen is None
+
+
+@pytest.mark.parametrize("op", ["awq_linear", "dequantize_awq", "svdquant_linear", "scaled_mm_svdquant_w4a4"])
+def test_explain_knows_how_many_bits_an_op_takes(op):
+    assert explain(op, M=1, N=64, K=64, group=64, bits=4).refused is None
+    assert "takes weights of 4 bits, got bits 3" in explain(op, M=1, N=64, K=64, group=64, bits=3).refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"device": "tpu"}, "device must be one of torch, such as cpu or cuda:0, got 'tpu'"),
+        ({"device": None}, "device must be one of torch"),
+        ({"options": "bias"}, "options must be a tuple of words, .*, got 'bias'"),
+        ({"options": None}, "options must be a tuple of words"),
+        ({"options": (1,)}, "options must be a tuple of words"),
+    ],
+)
+def test_explain_says_what_a_field_must_be(fields, words):
+    with pytest.raises(UnsupportedError, match=words):
+        explain("int8_linear", **fields)
+    with pytest.raises(UnsupportedError, match="int8_linear takes x, weight, weight_scale"):
+        explain("int8_linear", 1, 2, 3)
+    with pytest.raises(UnsupportedError, match="unknown op"):
+        explain(["int8_linear"])
+
+
+@pytest.mark.parametrize("arch", [None, 91, b"sm_90"])
+def test_a_gpu_to_simulate_is_named_or_refused(arch):
+    with pytest.raises(UnsupportedError, match="unknown GPU architecture"), simulate(arch):
+        pass
+    with simulate(90) as facts:
+        assert facts.sm == 90
+
+
 def test_trace_records_what_ran():
     x, weight = torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.int8)
     with trace() as calls:

@@ -3,6 +3,7 @@
 import io
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -139,6 +140,16 @@ def test_a_name_that_safetensors_cannot_open_is_said(given, tmp_path, capsys):
     source.rename(strange)
     refused(cli.main(words_of(QUANTIZE, strange, tmp_path / "o.safetensors")), capsys.readouterr().err, "rename it")
     assert not (tmp_path / "o.safetensors").exists()
+
+
+@both
+def test_streams_that_are_closed(command, given, tmp_path):
+    source, target = given(command), tmp_path / "o.safetensors"
+    words = shlex.join([sys.executable, "-m", "kitchen_core", *words_of(command, source, target)])
+    for closed in ("1>&-", "2>&-", "1>&- 2>&-"):
+        assert subprocess.run(f"{words} {closed}", shell=True, timeout=120).returncode == 0, closed
+        assert km.inspect_file(target)["problems"] == []
+        target.unlink()
 
 
 @both

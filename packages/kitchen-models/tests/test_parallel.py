@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
+from torch.nn.utils import parametrizations
 
 from kitchen_core import QuantizedLinear, QuantizedTensor, UnsupportedError, installed_formats
 from kitchen_models import parallel
@@ -267,6 +268,48 @@ def test_layers_that_are_distributed_by_others_are_refused(one_rank):
     with pytest.raises(UnsupportedError, match="layer 'b': torch has divided the layer already"):
         parallel.parallelize(model, one_rank, {"*": parallel.ColwiseParallel()})
     assert not any(hasattr(parameter, "to_local") for parameter in model["a"].parameters())
+
+
+PLAIN = {
+    "parametrized": (lambda mesh: parametrizations.weight_norm(nn.Linear(8, 8)), "its weight is made of other tensors"),
+    "weight norm of old": (
+        lambda mesh: torch.nn.utils.weight_norm(nn.Linear(8, 8)),
+        "its weight is made of other tensors",
+    ),
+    "lazy": (lambda mesh: nn.LazyLinear(8), "its weight has no shape yet; run the model once"),
+    "distributed": (lambda mesh: distributed(nn.Linear(8, 8), mesh), "its weight is distributed already"),
+}
+
+
+def distributed(layer, mesh):
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh))
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("bad", PLAIN)
+def test_plain_layers_that_torch_would_fail_at_are_refused_before_a_layer_is_changed(bad, name, one_rank):
+    make, words = PLAIN[bad]
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": make(one_rank)})
+    before = dict(model.named_parameters())
+    with pytest.raises(UnsupportedError, match=f"layer 'b': {words}"):
+        parallel.parallelize(model, one_rank, {"*": getattr(parallel, name)()})
+    assert all(model.get_parameter(key) is parameter for key, parameter in before.items())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "words"),
+    [
+        ("cuda", {}, "mesh must be a DeviceMesh, as init_device_mesh makes one, got 'cuda'"),
+        (None, {}, "mesh must be a DeviceMesh"),
+        (TWO_RANKS, parallel.ColwiseParallel(), "the plan must give each name its style"),
+        (TWO_RANKS, None, "the plan must give each name its style, .*, got None"),
+    ],
+)
+def test_what_is_no_mesh_or_no_plan_is_refused(mesh, plan, words):
+    with pytest.raises(UnsupportedError, match=words):
+        parallel.parallelize(nn.Linear(8, 8), mesh, plan)
 
 
 @pytest.mark.parametrize("name", STYLES)

@@ -171,6 +171,16 @@ def test_options_that_no_layer_takes_are_told_as_such(source, tmp_path, kitchen)
         kitchen("quantize", source, tmp_path / "q.safetensors", "--format", "int8", "--convrot-groupsize", "3")
 
 
+def test_options_that_contradict_each_other_are_refused(source, tmp_path, kitchen):
+    out = tmp_path / "q.safetensors"
+    for twice in (["--group-size", "64", "--option", "group_size=32"], ["--option", "rank=4", "--option", "rank=8"]):
+        with pytest.raises(UnsupportedError, match=r"is given twice, as .* and as .*; give it once"):
+            kitchen("quantize", source, out, "--format", "awq", *twice)
+    with pytest.raises(UnsupportedError, match=r"--report .* is OUT itself"):
+        kitchen("quantize", source, out, "--format", "int8", "--report", tmp_path / "x" / ".." / "q.safetensors")
+    assert not out.exists()
+
+
 def quantized_already(source, path):
     km.quantize_file(source, path, {"*.q": "int8", "*fc*": "int8"})
 

@@ -40,6 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. A KitchenError is shown as one message, without a traceback."""
+    for name in ("stdout", "stderr"):
+        if (
+            getattr(sys, name) is None
+        ):  # closed, as `2>&-` does: its number must not become that of a file that is written
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show becomes an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -154,7 +159,9 @@ def _explain(options: argparse.Namespace) -> int:
         fields["rotation"] = usual_rotation(options.op, asked.get("K", fields["K"]))
     assumed = [f"{name}={fields[name]}" for name in _SIZES if fields.get(name) and name not in asked]
     assumed += [] if options.dtype else ["bfloat16"]
-    words = tuple(sorted({*fields.pop("options", ()), *options.option}))
+    given = {word.partition("=")[0] for word in options.option}  # scales=float32 takes the place of scales=bfloat16
+    usual = {word for word in fields.pop("options", ()) if word.partition("=")[0] not in given}
+    words = tuple(sorted({*usual, *options.option}))
     with doctor.pretend(options.simulate, options.name) as device:
         if device == "cpu":
             assumed.append("the CPU (torch sees no GPU here; --as sm_90 pretends to have one)")

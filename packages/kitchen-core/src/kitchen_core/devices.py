@@ -122,7 +122,7 @@ def simulated_facts(arch: str, name: str | None = None) -> DeviceFacts:
     ``arch`` is "sm_70", "7.0" or "70"; ``name`` replaces the part's name ("NVIDIA GeForce GTX 1660").
     Raises UnsupportedError for an arch that is not in SIMULATED_PARTS.
     """
-    digits = arch.lower().removeprefix("sm_").removeprefix("sm").rstrip("af").replace(".", "")
+    digits = str(arch).lower().removeprefix("sm_").removeprefix("sm").rstrip("af").replace(".", "")
     if not digits.isdigit() or int(digits) not in SIMULATED_PARTS:
         known = ", ".join(f"sm_{sm}" for sm in SIMULATED_PARTS)
         raise UnsupportedError(f"unknown GPU architecture {arch!r}; known: {known}. Write it as sm_90 or 9.0")
@@ -143,7 +143,7 @@ def simulated_facts(arch: str, name: str | None = None) -> DeviceFacts:
 @contextlib.contextmanager
 def simulate(facts: DeviceFacts | str, name: str | None = None) -> Iterator[DeviceFacts]:
     """Within the block, this thread sees every CUDA device as ``facts`` (a DeviceFacts, or "sm_70")."""
-    facts = simulated_facts(facts, name) if isinstance(facts, str) else replace(facts, simulated=True)
+    facts = replace(facts, simulated=True) if isinstance(facts, DeviceFacts) else simulated_facts(facts, name)
     with override(_simulated, facts):
         yield facts
 

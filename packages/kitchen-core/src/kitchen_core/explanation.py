@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +18,7 @@ from .ops._check import FLOAT_DTYPES, check_part, names, part_numbers
 from .ops._define import check_sizes, problem_builders
 from .ops.w4a8 import W4A8_LEVELS
 from .registry import Explanation, Problem, explain_problem
-from .typical import usual_rotation
+from .typical import typical, usual_rotation
 
 MAX_SIZE = 2**63 - 1  # of a tensor's dim, and of its bytes
 
@@ -32,7 +34,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Raises UnsupportedError for an unknown op or field, or arguments that the op itself would refuse.
     """
     builders = problem_builders()
-    if op not in builders:
+    if not isinstance(op, str) or op not in builders:
         raise UnsupportedError(f"unknown op {op!r}; known: {', '.join(sorted(builders))}")
     if args:
         return explain_problem(_problem_of_call(op, args, kwargs))
@@ -43,11 +45,14 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     unknown = set(fields) - set(Problem._fields)
     if unknown:
         raise UnsupportedError(f"unknown fields {sorted(unknown)}; a problem has {', '.join(Problem._fields[1:])}")
-    part = fields.pop("part", None)
+    part, words = fields.pop("part", None), fields.pop("options", ())
+    if isinstance(words, str) or not all(isinstance(word, str) for word in _listed(words)):
+        raise UnsupportedError(f"options must be a tuple of words, such as ('bias', 'residual'), got {words!r}")
     notes = (f"rotation={assumed} is assumed, as it was not given; rotation=0 asks for no rotation",) if assumed else ()
-    problem = Problem(op=op, **{**fields, "device": torch.device(fields["device"])})
+    problem = Problem(op=op, **{**fields, "device": _device(fields["device"]), "options": tuple(words)})
     try:
         check_sizes(problem)
+        _check_dtypes(problem)
         _check_bytes(problem)
         _check_options(problem)
         problem = problem._replace(part=_checked_part(problem, part))
@@ -64,8 +69,19 @@ def _problem_of_call(op: str, args: tuple, kwargs: dict[str, Any]) -> Problem:
         raise UnsupportedError(f"{op} takes no {', '.join(unknown)}; it takes {taken}")
     try:
         return problem_builders()[op](*args, **kwargs)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise UnsupportedError(f"{op} takes {taken}; {error}") from error
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, (tuple, list, set, frozenset)) else (None,)
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f"device must be one of torch, such as cpu or cuda:0, got {given!r}") from error
 
 
 def _checked_part(problem: Problem, part: Any) -> tuple[int, int] | None:
@@ -101,6 +117,17 @@ def option_words(op: str) -> list[str]:
     return words + [word for name in taken for word in by_argument.get(name, ())]
 
 
+def _check_dtypes(problem: Problem) -> None:
+    """Of the float operands, where the op has such, and of the output."""
+    usual = typical(problem.op, problem.M)
+    for name in ("dtype", "out_dtype"):
+        found = getattr(problem, name)
+        if not isinstance(found, torch.dtype):
+            raise UnsupportedError(f"{name} must be a dtype of torch, such as torch.bfloat16, got {found!r}")
+        if usual[name].is_floating_point and found not in FLOAT_DTYPES:
+            raise UnsupportedError(f"{name} of {problem.op} must be {names(FLOAT_DTYPES)}, got {names((found,))}")
+
+
 def _check_bytes(problem: Problem) -> None:
     """Raises UnsupportedError for sizes that no tensor can have."""
     m, n, k = problem.M, problem.N, problem.K
@@ -126,6 +153,9 @@ def _check_options(problem: Problem) -> None:
         raise UnsupportedError(
             f"{problem.op} knows no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
         )
+    for one, other in itertools.combinations(sorted({*problem.options}), 2):
+        if one.partition("=")[0] == other.partition("=")[0]:
+            raise UnsupportedError(f"the options say {one} and {other}, and a call has one of them; leave one out")
 
 
 def accepts(op: str, *arguments: str) -> bool:

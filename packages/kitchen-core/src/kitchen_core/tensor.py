@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from .activation import QuantizedActivation, cast_for_autocast
@@ -254,6 +255,10 @@ class QuantizedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.linear:
             return _linear(*args, **kwargs)
+        if forward_ad._current_level >= 0 and func in _FORWARD_MODE and kwargs.keys() <= {"beta", "alpha"}:
+            result = _FORWARD_MODE[func](func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if func is torch.Tensor.__setitem__:
             _refuse_in_place("__setitem__")
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
@@ -264,7 +269,8 @@ class QuantizedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        if handler is not None:
+        # for forward mode's rule a tangent is one more x, which an op would round to its grid: such a call runs dense
+        if handler is not None and not (forward_ad._current_level >= 0 and handler in _LINEAR_HANDLERS):
             result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -437,6 +443,20 @@ _HANDLERS = {
     aten.record_stream.default: _record_stream,
     aten.is_pinned.default: _is_pinned,
     aten._has_compatible_shallow_copy_type.default: _shallow_copy_type,
+}
+
+
+def _flipped(func: Any, self: QuantizedTensor, *_: Any) -> QuantizedTensor:
+    """The transpose of a constant: torch.func would hide what it is."""
+    return self._with(self.inner(), transposed=not self.transposed)
+
+
+_LINEAR_HANDLERS = (_mm, _addmm, _linear_aten)
+# What is done above forward mode, where such a call is a linear, which has the derivative of its own.
+_FORWARD_MODE = {
+    **dict.fromkeys((torch.t, torch.Tensor.t, torch.Tensor.T.__get__, torch.Tensor.mT.__get__), _flipped),
+    **dict.fromkeys((torch.mm, torch.matmul, torch.Tensor.mm, torch.Tensor.matmul, torch.Tensor.__matmul__), _mm),
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
 }
 
 

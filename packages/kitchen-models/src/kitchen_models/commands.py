@@ -112,13 +112,18 @@ def _quantize(options: argparse.Namespace) -> int:
     rules = [*options.rules, *(Rules.read(options.rules_file) if options.rules_file else [])]
     if not rules and options.format is None:
         raise UnsupportedError("nothing says what to do: give --format, --rules or --rules-file")
-    given = dict(parse_option(text) for text in options.option)
-    for name in ("group_size", "convrot_groupsize", "rank"):
-        if getattr(options, name) is not None:
-            given[name] = getattr(options, name)
+    own = {name: getattr(options, name) for name in ("group_size", "convrot_groupsize", "rank")}
+    given = {name: value for name, value in own.items() if value is not None}
+    for name, value in map(parse_option, options.option):
+        if given.setdefault(name, value) != value:
+            raise UnsupportedError(f"{name} is given twice, as {given[name]} and as {value}; give it once")
     if options.report and not options.dry_run:
         from .report import check_folder
 
+        if os.path.realpath(options.report) == os.path.realpath(options.output):
+            raise UnsupportedError(
+                f"--report {options.report!r} is OUT itself; give the folder of the report another name"
+            )
         check_folder(options.report)
     with _folder_of(options), progress_bar() as progress:
         report = quantize_file(

@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from kitchen_core import QuantizedLinear, QuantizedTensor
 from kitchen_core.activation import QuantizedActivation, cast_for_autocast
@@ -90,6 +92,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelS
     was then. ``model`` is changed in place and returned.
     """
     _check_mesh(mesh)
+    if not isinstance(plan, Mapping):
+        raise UnsupportedError(f"the plan must give each name its style, {{'mlp.up': ColwiseParallel()}}, got {plan!r}")
     modules = dict(model.named_modules(remove_duplicate=False))
     names: dict[nn.Module, str] = {}  # of the layers that the plan divides
     for pattern, style in plan.items():
@@ -132,9 +136,29 @@ def _check_layer(layer: nn.Module, style: ParallelStyle, parts: int) -> None:
         )
     elif getattr(layer, "_distribute_module_applied", False):  # torch's own mark
         raise UnsupportedError("torch has divided the layer already; leave it out of the plan")
+    else:
+        _check_plain(layer)
+
+
+def _check_plain(layer: nn.Module) -> None:
+    """Raises UnsupportedError for what torch's styles fail at, or make a dense copy of, after they changed other layers."""
+    if is_parametrized(layer) or layer._parameters.get("weight") is None:
+        raise UnsupportedError(
+            "its weight is made of other tensors (parametrized), and torch divides parameters; divide it before, or make it a "
+            "parameter again: torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    for name, parameter in layer.named_parameters():
+        if is_lazy(parameter):
+            raise UnsupportedError(f"its {name} has no shape yet; run the model once, then divide it")
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"its {name} is distributed already, by something else; divide the layer while each rank holds it whole"
+            )
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
+    if not hasattr(mesh, "ndim"):
+        raise UnsupportedError(f"mesh must be a DeviceMesh, as init_device_mesh makes one, got {mesh!r}")
     if mesh.ndim != 1:
         raise UnsupportedError(f"a layer is divided over one dim of a mesh, got {mesh.ndim} dims; take one: mesh['tp']")
 

@@ -15,6 +15,7 @@ from kitchen_core.errors import FormatError, UnsupportedError
 from kitchen_core.formats import Format, Tensors, TensorSpec, check_float_weight
 from kitchen_core.layouts import tile_packed
 from kitchen_core.ops._check import part_numbers
+from kitchen_core.ops._forward_mode import aside
 from kitchen_core.reference.svdquant import GROUP, UNSIGNED_SHIFT, low_rank_input, shift_contribution
 
 from ._quantize import low_rank_product
@@ -213,10 +214,7 @@ class SVDQuantFormat(Format):
     ):
         n = tensors["qdata"].shape[0]
         x = activation.tensors["x"]
-        if x.is_cuda:
-            lora_act = low_rank_product(x.reshape(-1, x.shape[-1]), tensors["proj_down"])
-        else:
-            lora_act = low_rank_input(x, tensors["proj_down"])
+        lora_act = aside(_low_rank, x, tensors["proj_down"])
         y = ops.scaled_mm_svdquant_w4a4(
             activation.tensors["codes"], tensors["qdata"], activation.tensors["ascales"], tensors["scale"], lora_act,
             tensors["proj_up"], bias, config.act_unsigned, out_dtype or activation.dtype,
@@ -287,6 +285,13 @@ class SVDQuantFormat(Format):
             if name in found and found[name].dim() == NATURAL_DIMS[name] + (2 if name == "qdata" else 1):
                 found[name] = unpack(found[name])
         return found
+
+
+def _low_rank(x: torch.Tensor, proj_down: torch.Tensor) -> torch.Tensor:
+    """x @ proj_down, [M, R] in float32."""
+    if x.is_cuda:
+        return low_rank_product(x.reshape(-1, x.shape[-1]), proj_down)
+    return low_rank_input(x, proj_down)
 
 
 def _empty(weight: torch.Tensor, rank: int) -> Tensors:

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from ..arithmetic import apply_input_act
 from ..errors import InferenceOnlyError
-from ._forward_mode import as_constants, has_tangent
+from ._forward_mode import as_constants, has_tangent, hides_gradients
 
 
 def wants_grad(
@@ -32,6 +32,8 @@ def wants_grad(
         return isinstance(x, torch.Tensor)  # no tensor: the op says which argument, by its schema
     if not torch.is_grad_enabled():
         return False
+    if hides_gradients(x, bias, residual, residual_scale, input_act_weight):  # in vmap a tensor does not say it itself
+        return True
     try:
         return (
             x.requires_grad
@@ -50,9 +52,15 @@ _NO_SCALE_GRADIENT = (
 
 
 _NO_WEIGHT_GRADIENT = (
-    "a tensor of the quantized weight has a tangent, and a weight has no derivative here; pass the primal of it "
-    "(torch.autograd.forward_ad.unpack_dual), or differentiate a linear of the dequantized weight"
+    "a tensor of the quantized weight is differentiated, and a weight has no derivative here; leave it out, pass the primal "
+    "of it (torch.autograd.forward_ad.unpack_dual), or differentiate a linear of the dequantized weight"
 )
+
+
+def check_constant(*weight: torch.Tensor | None) -> None:
+    """Raises InferenceOnlyError where torch.func.grad and the like differentiate a weight: its gradient would be zero."""
+    if hides_gradients(*weight):
+        raise InferenceOnlyError(_NO_WEIGHT_GRADIENT)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -89,7 +97,7 @@ class _StraightThroughForward(_StraightThrough):
         _StraightThrough.setup_context(ctx, inputs, output)
         ctx.save_for_forward(inputs[3])
         ctx.set_materialize_grads(False)
-        ctx.out_dtype = output.dtype
+        ctx.out_shape, ctx.out_dtype = output.shape, output.dtype
 
     @staticmethod
     def jvp(ctx, h, bias, residual, residual_scale, *_):
@@ -102,7 +110,12 @@ class _StraightThroughForward(_StraightThrough):
             if residual_scale is not None:
                 terms = [term * residual_scale.reshape(-1).float() for term in terms]
             terms += [] if residual is None else [residual.float()]
-            return sum(terms).to(ctx.out_dtype) if terms else None
+            if not terms:
+                return None
+            total = sum(terms)
+            if h is None and residual is None:  # [N], of a bias alone: it may be no view
+                total = total.expand(ctx.out_shape).clone(memory_format=torch.contiguous_format)
+            return total.to(ctx.out_dtype)
 
     @staticmethod
     def backward(ctx, grad):
@@ -128,12 +141,19 @@ def linear_call(
     ``weight`` holds the tensors that it is made of.
     Raises InferenceOnlyError where residual_scale, or in forward mode the weight, asks for a derivative.
     """
-    if residual_scale is not None and residual_scale.requires_grad and torch.is_grad_enabled():
+    if forward_ad._current_level >= 0 and torch.compiler.is_compiling():
+        # Not compiled; nor is what runs behind a mere break of the graph: torch 2.11 loses its tangents.
+        torch._dynamo.graph_break(msg="derivatives of forward mode through a quantized linear are not compiled")
+        return torch.compiler.disable(linear_call)(
+            x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight, weight
+        )
+    if hides_gradients(residual_scale) or (
+        residual_scale is not None and residual_scale.requires_grad and torch.is_grad_enabled()
+    ):
         raise InferenceOnlyError(_NO_SCALE_GRADIENT)
+    check_constant(*weight)
     function, dense_weight = _StraightThrough, as_constants(dense_weight)
     if forward_ad._current_level >= 0:
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg="derivatives of forward mode through a quantized linear are not compiled")
         if any(t is not None and t.is_floating_point() and has_tangent(t) for t in weight):
             raise InferenceOnlyError(_NO_WEIGHT_GRADIENT)
         function, run = _StraightThroughForward, as_constants(run)

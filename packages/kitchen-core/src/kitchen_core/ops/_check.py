@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..arithmetic import INPUT_ACTS, input_width
-from ..errors import UnsupportedError
+from ..errors import InferenceOnlyError, UnsupportedError
+from ..registry import Problem
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ACTIVATION_SCHEMA = "str input_act='none', Tensor? input_act_weight=None, float input_act_eps=0.0"
@@ -136,6 +137,20 @@ def loose(matrix: torch.Tensor) -> bool:
     No choice depends on it, since kernels are remembered by shapes alone; ``explain`` says it, because some copy such rows.
     """
     return not matrix.is_contiguous() or matrix.storage_offset() * matrix.element_size() % 16 != 0
+
+
+def check_four_bits(problem: Problem) -> None:
+    """For ops of 4-bit weights: a Problem says 4, or nothing."""
+    if problem.bits not in (4, Problem._field_defaults["bits"]):
+        raise UnsupportedError(f"{problem.op} takes weights of 4 bits, got bits {problem.bits}; leave it out")
+
+
+def no_gradient(op: str, instead: str) -> InferenceOnlyError:
+    """For an op that was asked for one."""
+    return InferenceOnlyError(
+        f"{op} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
+        f"svdquant_linear and awq_linear are differentiable in x, bias and residual; else {instead}"
+    )
 
 
 def check_seed(seed: int) -> None:

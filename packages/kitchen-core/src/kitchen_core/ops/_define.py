@@ -10,10 +10,10 @@ from torch.autograd import forward_ad
 
 from .. import _overrides, finite
 from ..devices import DeviceFacts
-from ..errors import InferenceOnlyError, UnsupportedError
+from ..errors import UnsupportedError
 from ..registry import Kernel, Problem, overridden, register, remember, remembered, select
 from . import _forward_mode
-from ._check import FLOAT_DTYPES, names
+from ._check import FLOAT_DTYPES, names, no_gradient
 
 _library = torch.library.Library("kitchen", "DEF")  # a second DEF of the namespace would raise: keep the only one
 
@@ -62,10 +62,7 @@ def _refuse_gradients(name: str, args: tuple, kwargs: dict) -> None:
             instead = "use torch.no_grad()"
         else:
             continue
-        raise InferenceOnlyError(
-            f"{name} was asked for a gradient, which it has not; the linears kitchen_core.int8_linear, w4a8_linear, "
-            f"svdquant_linear and awq_linear are differentiable in x, bias and residual; else {instead}"
-        )
+        raise no_gradient(name, instead)
 
 
 def _always(problem: Problem, facts: DeviceFacts) -> None:

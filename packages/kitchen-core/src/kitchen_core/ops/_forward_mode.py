@@ -1,4 +1,4 @@
-"""Derivatives of forward mode: torch.autograd.forward_ad, torch.func.jvp and what is made of it.
+"""Derivatives of forward mode: torch.autograd.forward_ad, torch.func.jvp and what is made of it; and what torch.func hides.
 
 No grad mode switches them off. A call asks whether any are at work, ``forward_ad._current_level >= 0``, and comes here then.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from ._check import no_gradient
 
 _thread = threading.local()
 
@@ -49,12 +51,43 @@ def as_constants(function: Callable) -> Callable:
 def call(op: Callable, *args: Any) -> Any:
     """Call an op that has no derivative. In forward mode too, where none of its tensors may have a tangent.
 
-    The op cannot tell: under torch.func it gets all tensors without their tangents.
+    The op cannot tell: under torch.func it gets all tensors without their tangents, and without a sign of a gradient that
+    is asked for, which is refused here.
     """
+    if hides_gradients(*args):
+        raise no_gradient(
+            op._schema.name.partition("::")[2], "use torch.no_grad(), or call it outside of torch.func.grad"
+        )
     if forward_ad._current_level < 0 or any(map(_may_have_tangent, args)):
         return op(*args)
     with constants():
         return op(*args)
+
+
+def hides_gradients(*args: Any) -> bool:
+    """Whether a gradient of any of the arguments is asked for, in a transform of torch.func: an op makes one of zero there."""
+    if torch._C._functorch.maybe_current_level() is None or torch.compiler.is_compiling():
+        return False
+    return torch.is_grad_enabled() and any(map(_wants_gradient, args))
+
+
+def _wants_gradient(value: Any) -> bool:
+    while isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if value.requires_grad:
+            return True
+        value = torch._C._functorch.get_unwrapped(value)  # of an outer transform
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def aside(function: Callable, *args: Any) -> Any:
+    """What ``function`` makes of tensors, outside of what torch.func transforms where none of them has a tangent there.
+
+    Inside, whatever is made of a constant looks as if it had one, and has no address.
+    """
+    if forward_ad._current_level < 0 or any(map(_may_have_tangent, args)):
+        return function(*args)
+    with torch._C._DisableFuncTorch(), torch.no_grad():
+        return function(*args)
 
 
 def _may_have_tangent(value: Any) -> bool:
@@ -83,4 +116,4 @@ def hides_tangents() -> bool:
 
 
 def _autograd_left_out() -> bool:
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)
+    return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradOther)

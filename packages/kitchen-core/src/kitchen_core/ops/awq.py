@@ -7,11 +7,12 @@ import torch
 from ..errors import UnsupportedError
 from ..reference import awq as reference
 from ..registry import Problem
-from ._autograd import linear_call, wants_grad
+from ._autograd import check_constant, linear_call, wants_grad
 from ._check import (
     FLOAT_DTYPES,
     check_dtype,
     check_float,
+    check_four_bits,
     check_input_act,
     check_part,
     check_residual,
@@ -56,6 +57,7 @@ def _check_group(group_size: int, k: int) -> None:
 
 def _check_sizes(problem: Problem) -> None:
     _check_group(problem.group, problem.K)
+    check_four_bits(problem)
 
 
 def _check_weight(qweight, wscales, wzeros, group_size) -> tuple[int, int]:
@@ -216,6 +218,7 @@ def awq_linear(
             x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
             (qweight, wscales, wzeros),
         )  # fmt: skip
+    check_constant(qweight, wscales, wzeros)
     return op(
         x, qweight, wscales, wzeros, bias, group_size, out_dtype, input_act, input_act_weight, input_act_eps, residual,
         residual_scale, weight_dtype, part_first, part_of,

@@ -11,7 +11,7 @@ from ..arithmetic import check_rotation_group
 from ..errors import UnsupportedError
 from ..reference import int8 as reference
 from ..registry import Problem
-from ._autograd import linear_call, wants_grad
+from ._autograd import check_constant, linear_call, wants_grad
 from ._check import (
     ACTIVATION_SCHEMA,
     check_dtype,
@@ -348,6 +348,7 @@ def int8_linear(
             x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
             (weight, weight_scale),
         )  # fmt: skip
+    check_constant(weight, weight_scale)
     if (
         input_act == "none" and input_act_weight is residual is residual_scale is None
     ):  # fewer arguments cost less host time

@@ -7,10 +7,11 @@ import torch
 from ..errors import UnsupportedError
 from ..reference import svdquant as reference
 from ..registry import Problem
-from ._autograd import linear_call, wants_grad
+from ._autograd import check_constant, linear_call, wants_grad
 from ._check import (
     check_dtype,
     check_float,
+    check_four_bits,
     check_input_act,
     check_part,
     check_residual,
@@ -49,6 +50,7 @@ def _check_sizes(problem: Problem) -> None:
     _check_in_features(problem.K)
     if problem.group not in (0, GROUP):
         raise UnsupportedError(f"svdquant quantizes groups of {GROUP} columns, got group {problem.group}; leave it out")
+    check_four_bits(problem)
 
 
 def _check_projection(name: str, tensor: torch.Tensor, length: int, symbol: str) -> None:
@@ -333,6 +335,7 @@ def svdquant_linear(
             x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
             (weight, wscales, smooth, proj_down, proj_up),
         )  # fmt: skip
+    check_constant(weight, wscales, smooth, proj_down, proj_up)
     return op(
         x, weight, wscales, smooth, proj_down, proj_up, bias, act_unsigned, out_dtype, input_act, input_act_weight,
         input_act_eps, residual, residual_scale, part_first, part_of,

@@ -11,7 +11,7 @@ from ..arithmetic import check_rotation_group
 from ..errors import UnsupportedError
 from ..reference import w4a8 as reference
 from ..registry import Problem
-from ._autograd import linear_call, wants_grad
+from ._autograd import check_constant, linear_call, wants_grad
 from ._check import (
     check_dtype,
     check_float,
@@ -490,6 +490,7 @@ def w4a8_linear(
             x, bias, input_act, input_act_weight, input_act_eps, residual, residual_scale, run, dense_weight,
             (weight, s_rel, s_channel, codebook, correction),
         )  # fmt: skip
+    check_constant(weight, s_rel, s_channel, codebook, correction)
     return op(
         x, weight, s_rel, s_channel, codebook, correction, bias, out_dtype, group_size, convrot_groupsize, input_act,
         input_act_weight, input_act_eps, residual, residual_scale,
