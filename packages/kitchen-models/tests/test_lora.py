@@ -210,7 +210,10 @@ def test_what_does_not_fit_changes_nothing(int8):
     with pytest.raises(FormatError, match=r"1 of 4 LoRA layers fit no linear.*blocks\.7\.none.*strict=False"):
         lora.attach(int8, other)
     wrong = made(names={**NAMES, "blocks.0.mlp.fc1": (256, 64)})
-    with pytest.raises(FormatError, match=r"layer 'blocks\.0\.mlp\.fc1' has \(256, 128\).*\(256, 64\)"):
+    with pytest.raises(
+        FormatError,
+        match=r"layer 'blocks\.0\.mlp\.fc1' has \(256, 128\).*\(256, 64\); .*of another model, give one",
+    ):
         lora.attach(int8, wrong)
     with pytest.raises(FormatError, match="hada_w1_a"):
         lora.attach(int8, {"blocks.0.attn.q.hada_w1_a": torch.zeros(2, 2)})

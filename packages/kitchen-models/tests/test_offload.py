@@ -271,13 +271,18 @@ def test_an_error_in_a_block_leaves_it_on_the_host():
     assert hashes(blocks) == before
 
 
-def test_what_cannot_be_offloaded_is_said():
+def test_what_cannot_be_offloaded_is_said(monkeypatch):
     blocks = stack("int8", count=2, whole=())
     blocks[1].norm = blocks[0].norm
     with pytest.raises(UnsupportedError, match=r"two blocks share 'norm\.weight'"):
         BlockOffload(blocks, "cpu")
     with pytest.raises(UnsupportedError, match="on the meta device"):
         BlockOffload([torch.nn.Linear(2, 2, device="meta")], "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        UnsupportedError, match=r"run on cuda:0: torch sees no CUDA device here; `kitchen doctor` says why"
+    ):
+        BlockOffload([], "cuda:0")
     with pytest.raises(UnsupportedError, match="ahead counts the blocks"):
         BlockOffload(blocks[:1], "cpu", ahead=-1)
 

@@ -443,6 +443,35 @@ def test_quantize_leaves_tied_and_special_linears(model):
     assert isinstance(model.blocks[0].tiny, QuantizedLinear), "a user's rule takes small layers too"
 
 
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (
+            {"blocks.*.k": "int8"},
+            r"5 \(no rule matches it\); a rule that names a float layer \('blocks.0.attn.q', 'blocks.0.mlp.fc1', .*, \.\.\.\)",
+        ),
+        ({}, "nothing to do: 5 matrices left as they are: 5 .no rule matches it"),
+        ({"*.fc2": ("awq", {"group_size": 3})}, r"1 \(awq_w4a16 cannot hold a layer \[128, 256\].*--group-size"),
+    ],
+)  # fmt: skip
+def test_quantize_refuses_where_nothing_would_be(rules, told, model):
+    with pytest.raises(UnsupportedError, match=told) as refused:
+        km.quantize_(model, rules)
+    assert str(refused.value).count("awq_w4a16") < 2, "the format says once that it cannot"
+    km.quantize_(model, "int8")
+    with pytest.raises(UnsupportedError, match=r"nothing to do.*quantized already"):
+        km.quantize_(model, "blocks.*.fc?=int8")
+    with pytest.raises(UnsupportedError, match=r"is this layer: use QuantizedLinear.from_linear\); plain nn.Linear is"):
+        km.quantize_(torch.nn.Linear(64, 64), "int8")
+
+
+def test_quantize_takes_no_file():
+    with pytest.raises(UnsupportedError, match=r"got 'x\.safetensors'; quantize_file"):
+        km.quantize_("x.safetensors", "int8")
+    with pytest.raises(UnsupportedError, match=r"an nn\.Module, got dict"):
+        km.quantize_({}, "int8")
+
+
 def test_quantize_a_module_used_twice_is_replaced_at_both_places(model):
     model.again = model.blocks[0].mlp.fc1
     km.quantize_(model, "int8")

@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from kitchen_core.errors import UnsupportedError
+
 
 @pytest.fixture(params=[("diffusers", "0.36"), ("transformers", "5")], ids=lambda library: library[0])
 def config_class(request):
@@ -21,11 +23,18 @@ def test_config_survives_its_own_json(config_class):
         assert config_class.from_dict(given).as_rules() == config.as_rules()
 
 
+def test_an_option_outside_of_options_is_told_where_it_goes(config_class):
+    with pytest.raises(
+        UnsupportedError, match=r"got group_size; .*options: KitchenConfig\(format='int8', options=\{'group"
+    ):
+        config_class("int8", group_size=3)
+
+
 def test_keys_that_a_newer_version_wrote_are_told_and_left_out(config_class, caplog):
     config = config_class("int8")
-    again = config_class.from_dict({**config.to_dict(), "future": {"a": 1}, "version": 9})
+    again = config_class.from_dict({**config.to_dict(), "future": {"a": 1}, "others": 1, "version": 9})
     assert again.as_rules() == config.as_rules()
-    assert "future, version" in caplog.text
+    assert "future, others, version" in caplog.text
     caplog.clear()
     config_class.from_dict(config.to_dict())
     assert not caplog.text

@@ -71,7 +71,7 @@ def test_mistakes_are_errors(adapter, model):
 
     with pytest.raises(FormatError, match="unknown format 'int9'"):
         adapter.KitchenConfig("int9")
-    with pytest.raises(UnsupportedError, match="takes the options convrot_groupsize"):
+    with pytest.raises(UnsupportedError, match="has no option group; it has: convrot_groupsize"):
         quantize_(model, adapter.KitchenConfig("int8", {"group": 3}))
     quantize_(model, adapter.KitchenConfig("int8"), filter_fn=lambda m, name: name.endswith("fc1"))
     with pytest.raises(UnsupportedError, match="quantized already"):

@@ -110,8 +110,10 @@ def test_header_has_what_our_save_writes(adapter, folders, tmp_path):
 
     model = load(folders["llama"], quantization_config=adapter.KitchenConfig("w4a8"))
     model.save_pretrained(tmp_path)
-    save(model, tmp_path / "ours.st")
-    (tensors, theirs), (mine, ours) = (read_header(tmp_path / name) for name in ("model.safetensors", "ours.st"))
+    save(model, tmp_path / "ours.safetensors")
+    (tensors, theirs), (mine, ours) = (
+        read_header(tmp_path / name) for name in ("model.safetensors", "ours.safetensors")
+    )
     assert theirs["_quantization_metadata"] == ours["_quantization_metadata"]
     assert json.loads(theirs["kitchen_recipe"])["layers"] == json.loads(ours["kitchen_recipe"])["layers"]
     assert {n: (t.dtype, t.shape) for n, t in tensors.items()} == {n: (t.dtype, t.shape) for n, t in mine.items()}

@@ -44,15 +44,10 @@ def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["layers"]) == 3
     assert "3 layers exceed --max-error" in captured.err
-    with pytest.raises(
-        FormatError, match=r"cannot write the plot.*No such file.*give a path in a folder that is there"
-    ):
-        kitchen("verify", source, target, "--plot", tmp_path / "no" / "x.png")
-    with pytest.raises(FormatError, match=r"cannot write the plot.*give a path ending in \.png"):
-        kitchen("verify", source, target, "--plot", tmp_path / "x.doc")
-    for name in ("", tmp_path / "noending"):
+    for name in ("", tmp_path / "noending", tmp_path / "no" / "x.doc"):
         with pytest.raises(FormatError, match=r"its ending says what to write; give a path ending in \.png"):
             kitchen("verify", source, target, "--plot", name)
+        assert capsys.readouterr().out == "", "before the work"
     assert {p.name for p in tmp_path.iterdir()} == {"source.safetensors", "q.safetensors", "error.png"}
     for number in ("nan", "-1", "many"):
         with pytest.raises(SystemExit):
@@ -60,21 +55,31 @@ def test_command_table_json_plot_and_exit_code(source, tmp_path, kitchen, capsys
         assert f"must be a number of 0 or more, such as 0.02, got '{number}'" in capsys.readouterr().err
 
 
-def test_files_in_the_wrong_order_are_not_said_to_have_no_error(source, tmp_path, kitchen, capsys):
+def test_files_in_the_wrong_order_are_refused(source, tmp_path, kitchen, capsys):
     target = tmp_path / "q.safetensors"
     km.quantize_file(source, target, format="int8")
-    assert kitchen("verify", target, source) == 1
-    told = capsys.readouterr().out
-    assert "no float layer of A is quantized in B" in told
-    assert "over all quantized weights" not in told
+    with pytest.raises(FormatError, match=r"blocks.*the first file is the quantized one; swap them"):
+        kitchen("verify", target, source)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_plot_that_cannot_be_written_costs_the_picture_alone(source, tmp_path, kitchen, capsys):
     target = tmp_path / "q.safetensors"
     km.quantize_file(source, target, format="int8")
+    (tmp_path / "p.png").mkdir()
     with pytest.raises(FormatError, match="cannot write the plot"):
-        kitchen("verify", source, target, "--plot", tmp_path / "no" / "p.png")
+        kitchen("verify", source, target, "--plot", tmp_path / "p.png")
     assert "3 layers changed" in capsys.readouterr().out
+
+
+def test_the_folder_of_a_plot_is_made(source, tmp_path, kitchen):
+    target, picture = tmp_path / "q.safetensors", tmp_path / "new" / "deep" / "p.png"
+    km.quantize_file(source, target, format="int8")
+    with pytest.raises(FormatError, match="swap them"):
+        kitchen("verify", target, source, "--plot", picture)
+    assert not (tmp_path / "new").exists(), "it goes again where nothing was drawn"
+    assert kitchen("verify", source, target, "--plot", picture) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_changed_missing_and_added_plain_tensors_are_told(source, tmp_path, kitchen):
@@ -110,3 +115,12 @@ def test_a_file_against_itself_has_no_error(source, tmp_path):
     result = km.verify_files(target, target)
     assert result.layers == ()
     assert result.identical == len(load_file(target))
+
+
+def test_a_largest_error_with_nothing_to_judge_is_not_kept(source, kitchen, capsys):
+    assert kitchen("verify", source, source) == 0
+    captured = capsys.readouterr()
+    assert "no float layer of IN is quantized in OUT" in captured.out
+    assert captured.err == ""
+    assert kitchen("verify", source, source, "--max-error", "0.001") == 1
+    assert "--max-error has nothing to judge" in capsys.readouterr().err

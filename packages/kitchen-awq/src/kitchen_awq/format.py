@@ -64,10 +64,10 @@ class AWQFormat(Format):
             )
         group = in_features if group_size == -1 else group_size
         if group < 1 or in_features % group:
-            fitting = [g for g in (128, 64, 32, 16, 8) if in_features % g == 0]
+            fitting = "".join(f"{g}, " for g in (128, 64, 32, 16, 8) if in_features % g == 0).removesuffix(", ")
             raise UnsupportedError(
                 f"awq_w4a16 cannot hold {shape} in groups of {group_size}: the group must divide K={in_features}; "
-                f"use {' or '.join(map(str, [*fitting, -1]))} (-1: one group a row) for this layer"
+                f"use group_size {f'{fitting} or ' if fitting else ''}-1, which is one group a row, for this layer"
             )
         return AWQConfig(group)
 

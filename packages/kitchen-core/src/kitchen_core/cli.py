@@ -4,14 +4,18 @@ more. ``kitchen --help`` imports neither torch nor any plug-in's heavy module.""
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
 
 from . import plugins as plugin_registry
 from .errors import KitchenError, UnsupportedError
+from .known_formats import KNOWN_FORMATS, install_hint
 
 EXIT_PROBLEM = 1  # the command ran and found a problem
 EXIT_ERROR = 2  # the command could not do what was asked
@@ -22,6 +26,7 @@ EXIT_BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 def build_parser() -> argparse.ArgumentParser:
     """The command line: own subcommands, then the plug-ins'. A plug-in that fails to load is named in the help."""
     parser = argparse.ArgumentParser(prog="kitchen", description="Quantized linear layers: what runs, where and why.")
+    parser.add_argument("--version", action="store_true", help="of every kitchen package that is installed")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_doctor(subparsers)
     _add_explain(subparsers)
@@ -48,8 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show becomes an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Read when torch is loaded. Else its threads spin while they wait, and take a busy machine's cores from those at work.
+    if "torch" not in sys.modules and "GOMP_SPINCOUNT" not in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(unknown, _parser_of(options.command, parser))
+    if options.version:
+        print(_versions())
+        return 0
     if options.command is None:
         parser.print_help()
         return EXIT_ERROR
@@ -69,8 +82,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
+def _versions() -> str:
+    """kitchen-core and the distributions of all plug-ins, from metadata alone."""
+    plugins = [plugin for group in plugin_registry.GROUPS for plugin in plugin_registry.plugins(group).values()]
+    others = {plugin.distribution for plugin in plugins}
+    return "\n".join([f"kitchen-core {version('kitchen-core')}", *sorted(others)])
+
+
+def _parser_of(command: str | None, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The parser of a subcommand; the given one without any."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+            return action.choices[command]
+    return parser
+
+
+def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """End with the usage of this command, what it does not know, and what may have been meant."""
+    given, known = [word.partition("=")[0] for word in unknown if word.startswith("-")], parser._option_string_actions
+    near = [match for word in given for match in difflib.get_close_matches(word, known, n=1)]
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+
+
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--as", dest="simulate", metavar="SM", help="pretend to have this GPU: sm_70, sm_90, ...")
+    parser.add_argument("--as", dest="simulate", metavar="SM", help="pretend to have this GPU: sm_70, sm_90, h100, ...")
     parser.add_argument("--name", help="name of the pretended GPU, such as 'NVIDIA GeForce GTX 1660'")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -182,14 +218,12 @@ def _add_formats(subparsers: argparse._SubParsersAction) -> None:
 
 
 def _formats(options: argparse.Namespace) -> int:
-    from .known_formats import KNOWN_FORMATS
-
     installed = plugin_registry.plugins("kitchen.formats")
     rows = []
     for name in sorted({*KNOWN_FORMATS, *installed}):
         package, _, short = KNOWN_FORMATS.get(name, ("", (), ""))
         plugin = installed.get(name)
-        state = f"installed: {plugin.distribution}" if plugin else f"not installed: pip install {package}"
+        state = f"installed: {plugin.distribution}" if plugin else f"not installed: {install_hint(package)}"
         rows.append({"format": name, "short_name": short, "installed": plugin is not None, "state": state})
     if options.json:
         print(json.dumps(rows, indent=2))

@@ -109,6 +109,14 @@ SIMULATED_PARTS = {
 }
 _SIMULATED_DRIVER_CUDA = 13000
 
+# Names that people say, for the part above that stands for their architecture.
+COMMON_NAMES = {
+    "p100": 60, "1080": 61, "1080ti": 61, "v100": 70, "t4": 75, "2080": 75, "2080ti": 75, "a100": 80, "a800": 80,
+    "a10": 86, "a40": 86, "a6000": 86, "3090": 86, "orin": 87, "l4": 89, "l40": 89, "l40s": 89, "4090": 89,
+    "h100": 90, "h200": 90, "h20": 90, "h800": 90, "gh200": 90, "b200": 100, "gb200": 100, "b300": 103, "gb300": 103,
+    "5090": 120, "gb10": 121,
+}  # fmt: skip
+
 _simulated: ContextVar[DeviceFacts | None] = ContextVar("kitchen_simulated_device", default=None)
 
 
@@ -119,13 +127,18 @@ def _is_turing_without_tensor_cores(name: str) -> bool:
 def simulated_facts(arch: str, name: str | None = None) -> DeviceFacts:
     """Facts of a representative GPU.
 
-    ``arch`` is "sm_70", "7.0" or "70"; ``name`` replaces the part's name ("NVIDIA GeForce GTX 1660").
+    ``arch`` is "sm_70", "7.0" or "70", or a common name of a GPU, such as "h100" or "RTX 4090"; ``name`` replaces the
+    part's name ("NVIDIA GeForce GTX 1660").
     Raises UnsupportedError for an arch that is not in SIMULATED_PARTS.
     """
     digits = str(arch).lower().removeprefix("sm_").removeprefix("sm").rstrip("af").replace(".", "")
+    common = re.sub(r"nvidia|geforce|tesla|rtx|gtx|[^a-z0-9]", "", str(arch).lower())
+    digits = str(COMMON_NAMES.get(common, digits))
     if not digits.isdigit() or int(digits) not in SIMULATED_PARTS:
         known = ", ".join(f"sm_{sm}" for sm in SIMULATED_PARTS)
-        raise UnsupportedError(f"unknown GPU architecture {arch!r}; known: {known}. Write it as sm_90 or 9.0")
+        raise UnsupportedError(
+            f"unknown GPU architecture {arch!r}; known: {known}, and common names such as h100. Write it as sm_90 or 9.0"
+        )
     sm = int(digits)
     part, sm_count, shared_kib, l2_mib = SIMULATED_PARTS[sm]
     return DeviceFacts(

@@ -19,6 +19,7 @@ from .abi import KITCHEN_ABI
 from .devices import DeviceFacts, device_facts, simulate, simulating
 from .errors import UnsupportedError
 from .explanation import explain
+from .known_formats import install_hint
 from .ops._define import problem_builders
 from .registry import Explanation, load_providers
 from .typical import TYPICAL_M, typical
@@ -79,7 +80,8 @@ def _torch_lacks(arch: str) -> str | None:
     if any(at <= sm and (kind == "compute" or at // 10 == sm // 10) for kind, at in built):
         return None
     have = ", ".join(torch.cuda.get_arch_list())
-    return f"torch {torch.__version__} has no code for {arch}, only for {have}: nothing runs on that GPU with it"
+    mend = '; the last torch on PyPI that has it: pip install "torch==2.10.*"' if sm == 70 else "; use one that has it"
+    return f"torch {torch.__version__} has no code for {arch}, only for {have}: nothing runs on that GPU with it{mend}"
 
 
 def _versions() -> dict[str, str]:
@@ -151,8 +153,10 @@ def explanation_as_dict(explanation: Explanation) -> dict[str, Any]:
         "problem": str(explanation.problem),
         "chosen": explanation.chosen.id if explanation.chosen else None,
         "slow": bool(explanation.chosen and explanation.chosen.slow and explanation.facts.kind != "cpu"),
+        "slow_path": explanation.slow_path,
         "calls": list(explanation.chosen.calls) if explanation.chosen else [],
         "candidates": [{"kernel": c.kernel.id, "reason": c.reason} for c in explanation.candidates],
+        "missing": [{"package": package, "reason": reason} for package, reason in explanation.missing],
         "notes": list(explanation.notes),
         "refused": explanation.refused,
     }
@@ -165,9 +169,10 @@ def render(report: dict[str, Any], verbose: bool = True) -> str:
     end = (
         [f"Problems: {len(problems)}", *(f"  {problem}" for problem in problems)] if problems else ["No problems found"]
     )
+    none = f"none; they come as packages, such as kitchen-int8: {install_hint('kitchen-int8')}"
     lines = [
         "Summary",
-        f"  formats: {', '.join(formats) or 'none; they come as packages: pip install kitchen-int8, kitchen-w4a8, ...'}",
+        f"  formats: {', '.join(formats) or none}",
         *(f"  {device['device']}: {_in_short(device)}" for device in report["devices"]),
         f"  problems: {len(problems) or 'none'}{', see the end' if problems else ''}",
         "Versions",
@@ -194,7 +199,7 @@ def _in_short(device: dict[str, Any]) -> str:
     if facts["arch"] == "cpu":
         chosen = ", ".join(sorted({str(case["chosen"]) for case in cases}))
         return f"no GPU; every op runs as {chosen}, plain PyTorch. --verbose says why, --as sm_90 what a GPU would run"
-    slow = [op for op, asked in device["ops"].items() if any(_is_slow(device, op, m) for m in asked)]
+    slow = [op for op, asked in device["ops"].items() if any(case["slow_path"] for case in asked.values())]
     words = f"{len(slow)} of {len(device['ops'])} ops take a slow path" if slow else "every op has a fast path"
     return f"{facts['name']}, {facts['arch']}{' (simulated)' if facts['simulated'] else ''}; {words}"
 
@@ -224,7 +229,7 @@ def _render_device(device: dict[str, Any]) -> list[str]:
     lines.append(f"  for {_typical_words()}; other sizes: kitchen explain OP -M ... -N ... -K ...")
     said: set[str] = set()
     for op, cases in device["ops"].items():
-        chosen = {m: f"{case['chosen']}{_remark(device, m, case)}" for m, case in cases.items()}
+        chosen = {m: f"{case['chosen']}{_remark(case)}" for m, case in cases.items()}
         what = chosen["M=1"] if len(set(chosen.values())) == 1 else ", ".join(f"{m}: {k}" for m, k in chosen.items())
         lines.append(f"  {op:30} {what}")
         reasons = _reasons(cases)
@@ -245,10 +250,11 @@ def _reasons(cases: dict[str, Any]) -> dict[str, list[str]]:
     """Reason -> the kernels that have it, each with its M where not every M has that answer."""
     answers: dict[str, dict[str, list[str]]] = {}  # kernel -> reason -> Ms
     for m, case in cases.items():
-        for candidate in case["candidates"]:
-            reason = candidate["reason"]
+        told = [(c["kernel"], c["reason"]) for c in case["candidates"]]
+        told += [(absent["package"], absent["reason"]) for absent in case.get("missing", ())]
+        for kernel, reason in told:
             if reason and not reason.startswith("composes"):
-                answers.setdefault(candidate["kernel"], {}).setdefault(reason, []).append(m)
+                answers.setdefault(kernel, {}).setdefault(reason, []).append(m)
     reasons: dict[str, list[str]] = {}
     for kernel, found in answers.items():
         for reason, ms in found.items():
@@ -256,16 +262,8 @@ def _reasons(cases: dict[str, Any]) -> dict[str, list[str]]:
     return reasons
 
 
-def _remark(device: dict[str, Any], m: str, case: dict[str, Any]) -> str:
-    """What a chosen kernel's name leaves out: that it is slow, or which ops a composition calls and which of these are."""
-    if case["slow"]:
-        return " (slow path)"
-    slow = [op for op in case["calls"] if _is_slow(device, op, m)]
-    if slow:
-        return f" (slow path in {', '.join(slow)})"
+def _remark(case: dict[str, Any]) -> str:
+    """What a chosen kernel's name leaves out: what of it is slow, or which ops a composition calls."""
+    if case["slow_path"]:
+        return f" ({case['slow_path']})"
     return f" (calls {', '.join(case['calls'])})" if case["calls"] else ""
-
-
-def _is_slow(device: dict[str, Any], op: str, m: str) -> bool:
-    case = device["ops"][op][m]
-    return case["slow"] or any(_is_slow(device, inner, m) for inner in case["calls"])

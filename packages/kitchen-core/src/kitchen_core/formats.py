@@ -20,7 +20,7 @@ from .activation import QuantizedActivation
 from .arithmetic import is_power_of_4
 from .devices import DeviceFacts
 from .errors import FormatError, PluginError, UnsupportedError
-from .known_formats import KNOWN_FORMATS
+from .known_formats import KNOWN_FORMATS, install_hint
 
 Tensors = dict[str, torch.Tensor]
 
@@ -271,7 +271,7 @@ def get_format(name: str) -> type[Format]:
                 f"format {canonical!r} is installed but left out by KITCHEN_PLUGINS={os.environ['KITCHEN_PLUGINS']!r}; "
                 "add its package to the variable, or unset it"
             )
-        raise PluginError(f"format {canonical!r} is not installed. Install its package: pip install {package}")
+        raise PluginError(f"format {canonical!r} is not installed. Install its package: {install_hint(package)}")
     short = ", ".join(f"{full} ({names[2]})" for full, names in sorted(KNOWN_FORMATS.items()))
     known = ", ".join([short, *sorted(set(installed_formats()) - set(KNOWN_FORMATS))])
     raise FormatError(
@@ -321,14 +321,37 @@ def check_convrot(name: str, group: Any, in_features: int) -> None:
 
 
 def config_of(format: type[Format], weight: torch.Tensor, options: dict[str, Any]) -> Any:
-    """The format's config for a weight, by the rule of its ``config_for``. Raises UnsupportedError for bad options."""
+    """The format's config for a weight, by the rule of its ``config_for``. Raises UnsupportedError for bad options, and
+    FormatError for what is no format.
+    """
+    if not hasattr(format, "config_for"):
+        raise FormatError(f"a format is a name, such as 'int8', or the class of a format, got {format!r}")
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         found = f"shape {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
         raise UnsupportedError(
             f"{format.name} quantizes a weight [N, K], got {found}; reshape it, or take .weight of a layer"
         )
+    known = options_of(format)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UnsupportedError(
+            f"format {format.name!r} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}"
+        )
+    for name, value in options.items():
+        if type(known[name]) is int and type(value) is not int:
+            raise UnsupportedError(
+                f"{format.name}: {name} must be a whole number, such as {known[name]}, got {value!r}"
+            )
     try:
         return format.config_for(*weight.shape, **options)
     except TypeError as error:
-        known = [n for n, p in inspect.signature(format.config_for).parameters.items() if p.kind is p.KEYWORD_ONLY]
         raise UnsupportedError(f"{format.name} takes the options {', '.join(known)}; {error}") from error
+
+
+def options_of(format: type[Format]) -> dict[str, Any]:
+    """The options of a format's ``config_for`` by name, each with what it is where it is not given."""
+    parameters = list(inspect.signature(format.config_for).parameters.values())[2:]  # after the shape
+    known = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    if len(known) < len(parameters):  # **options are fields of the config
+        known |= {field.name: field.default for field in dataclasses.fields(format.Config) if field.name not in known}
+    return known

@@ -92,6 +92,10 @@ class QuantizedLinear(nn.Linear):
             return self.format.linear_quantized(
                 x, tensors, self.config, self.bias, x.dtype, residual, residual_scale
             )  # fmt: skip
+        if not isinstance(x, torch.Tensor):
+            raise UnsupportedError(
+                f"x must be a tensor [..., {self.in_features}] or a QuantizedActivation, got {type(x).__name__}"
+            )
         x = cast_for_autocast(x)
         return self.format.linear(
             x, tensors, self.config, self.bias, None, input_act, input_act_weight, input_act_eps, residual,

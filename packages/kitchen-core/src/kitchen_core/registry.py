@@ -24,6 +24,8 @@ from ._overrides import override
 from .abi import KITCHEN_ABI
 from .devices import DeviceFacts, device_facts, simulating
 from .errors import UnsupportedError
+from .known_formats import KERNEL_PACKAGES, install_hint
+from .typical import typical
 
 log = logging.getLogger("kitchen")
 
@@ -115,7 +117,8 @@ class Candidate:
 class Explanation:
     """Every candidate for a problem, in the order in which they are asked, and the one that was chosen (or None).
 
-    ``refused`` says why the op itself takes no such call; then no kernel was asked.
+    ``refused`` says why the op itself takes no such call; then no kernel was asked. ``slow_path``: what of the choice is
+    slow, in words, empty where nothing is; ``missing`` then has packages that would have kernels for it, each with why not.
     """
 
     problem: Problem
@@ -124,16 +127,21 @@ class Explanation:
     chosen: Kernel | None
     notes: tuple[str, ...] = ()
     refused: str | None = None
+    slow_path: str = ""
+    missing: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.problem.op}: {self.problem}", f"device: {self.facts}"]
-        width = max((len(c.kernel.id) for c in self.candidates), default=0)
+        asked = [*(c.kernel.id for c in self.candidates), *(package for package, _ in self.missing)]
+        width = max(map(len, asked), default=0)
         for candidate in self.candidates:
             mark = ">" if candidate.kernel is self.chosen else " "
-            answer = candidate.reason or ("chosen" if candidate.kernel is self.chosen else "can run, lower priority")
+            chosen = f"chosen ({self.slow_path})" if self.slow_path else "chosen"
+            answer = candidate.reason or (chosen if candidate.kernel is self.chosen else "can run, lower priority")
             if candidate.kernel.calls and not candidate.reason:
                 answer += f"; calls {', '.join(candidate.kernel.calls)}"
             lines.append(f"{mark} {candidate.kernel.id:{width}}  {answer}")
+        lines += [f"  {package:{width}}  {reason}" for package, reason in self.missing]
         lines += [f"refused: {self.refused}"] if self.refused else []
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
@@ -289,9 +297,10 @@ def _tell_if_slow(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> None:
     """Say once that a slow path runs, and why: of the reference once per op and GPU; of a provider's slow kernels once per
     GPU, since they stand for one lack that the first message names. KITCHEN_STRICT=1 makes it an error.
     """
+    strict = is_on("KITCHEN_STRICT")  # whatever the path: a word that is refused is refused at the first use
     if not kernel.slow or facts.kind == "cpu":
         return
-    if is_on("KITCHEN_STRICT"):
+    if strict:
         raise UnsupportedError(
             f"KITCHEN_STRICT=1 and {problem.op} would take the slow path {kernel.id}:\n{explain_problem(problem)}"
         )
@@ -307,6 +316,7 @@ def _tell_if_slow(kernel: Kernel, problem: Problem, facts: DeviceFacts) -> None:
 
 def explain_problem(problem: Problem) -> Explanation:
     """Every candidate's answer to a problem, and the choice. Never raises for want of a kernel."""
+    is_on("KITCHEN_STRICT")
     facts = device_facts(problem.device)
     candidates = tuple(Candidate(k, _objection(k, problem, facts)) for k in _candidates(problem.op))
     chosen = next((c.kernel for c in candidates if c.reason is None), None)
@@ -316,7 +326,49 @@ def explain_problem(problem: Problem) -> Explanation:
         for p in plugin_registry.plugins(group).values()
         if p.error is not None
     )
-    return Explanation(problem, facts, candidates, chosen, failed)
+    slow, missing = _slow_path(problem, facts, chosen)
+    return Explanation(problem, facts, candidates, chosen, failed, None, slow, tuple(missing.items()))
+
+
+def _slow_path(problem: Problem, facts: DeviceFacts, chosen: Kernel | None) -> tuple[str, dict[str, str]]:
+    """What of a choice is slow, in words, and the packages with kernels for it that are not there, each with the reason."""
+    if chosen is None or facts.kind == "cpu":
+        return "", {}
+    called = {op: explain_problem(_within(problem, op)) for op in chosen.calls}
+    slow = [op for op, found in called.items() if found.slow_path]
+    if not (chosen.slow or slow):
+        return "", {}
+    missing = _not_installed(problem.op, facts)
+    for op in slow:
+        missing |= dict(called[op].missing)
+    return "slow path" if chosen.slow else f"slow path in {', '.join(slow)}", missing
+
+
+def _within(problem: Problem, op: str) -> Problem:
+    """A call of ``op`` as a composition for ``problem`` makes it, by sizes, dtype and options; the rest is as usual."""
+    fields = typical(op, problem.M, problem.dtype if problem.dtype.is_floating_point else problem.out_dtype)
+    sizes = ("N", "K", "group", "rotation", "rank", "bits")
+    fields |= {size: getattr(problem, size) for size in sizes if fields.get(size)}
+    usual = {word.partition("=")[0] for word in fields.get("options", ())}
+    fields["options"] = tuple(word for word in problem.options if word.partition("=")[0] in usual)
+    return Problem(op=op, device=problem.device, **fields)
+
+
+def _not_installed(op: str, facts: DeviceFacts) -> dict[str, str]:
+    """Packages that are known to have kernels for an op and are not there, each with what it would do on this GPU."""
+    there = plugin_registry.plugins("kitchen.kernels")
+    found = {}
+    for package, archs, ops in KERNEL_PACKAGES:
+        name = package.removeprefix("kitchen-")
+        if name in there or op not in ops or facts.sm >= archs.stop:
+            continue
+        left_out = plugin_registry.is_excluded("kitchen.kernels", name)
+        reason = "left out by KITCHEN_PLUGINS" if left_out else "not installed"
+        if facts.sm < archs.start:
+            found[package] = f"{reason}: its kernels for this need sm_{archs.start}"
+        else:
+            found[package] = f"{reason}: it has kernels for this{'' if left_out else '; ' + install_hint(package)}"
+    return found
 
 
 @contextlib.contextmanager

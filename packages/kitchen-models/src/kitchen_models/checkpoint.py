@@ -27,7 +27,9 @@ from .files import Checkpoint, printable
 from .foreign import ForeignLayer
 from .recognise import AnyLayer, find_all_layers
 from .rules import config_as_json
-from .writer import Planned, writing
+from .writer import Planned, refuse_name, writing
+
+OTHER_MODEL = "the file is of another model: make the model by the config that came with the file"
 
 Loaded = dict[str, QuantizedLinear | torch.Tensor]
 
@@ -125,7 +127,9 @@ def load_into(
     modules = {name: _linear_of(model, name, layer) for name, layer in layers.items()}
     missing, unexpected, misfits = _compare_keys(model, layers, rest)
     if misfits:
-        raise FormatError(f"{len(misfits)} tensors have another shape than in the model: {'; '.join(misfits[:3])}")
+        raise FormatError(
+            f"{len(misfits)} tensors have another shape than in the model: {'; '.join(misfits[:3])}; {OTHER_MODEL}"
+        )
     if strict and (missing or unexpected):
         raise FormatError(
             f"the file does not fit the model: missing {list(missing[:3])} ({len(missing)}), left over "
@@ -157,11 +161,15 @@ def _linear_of(model: nn.Module, name: str, layer: QuantizedLinear) -> nn.Linear
             f"layer {shown!r} of the file is not in the model; use prefix= where names differ by one"
         ) from error
     if not isinstance(module, nn.Linear):
-        raise FormatError(f"layer {shown!r}: the file has a quantized linear, the model has a {type(module).__name__}")
+        raise FormatError(
+            f"layer {shown!r}: the file has a quantized linear, the model's is of type {type(module).__name__}"
+        )
     wanted, found = (module.out_features, module.in_features), (layer.out_features, layer.in_features)
     if wanted != found or (module.bias is None) != (layer.bias is None):
         bias = [{True: "without bias", False: "with bias"}[b is None] for b in (module.bias, layer.bias)]
-        raise FormatError(f"layer {shown!r}: the model has {wanted} {bias[0]}, the file {found} {bias[1]}")
+        raise FormatError(
+            f"layer {shown!r}: the model has {wanted} {bias[0]}, the file {found} {bias[1]}; {OTHER_MODEL}"
+        )
     return module
 
 
@@ -203,8 +211,10 @@ def save(
     """Write a model, or a dict as ``load`` returns it, to one safetensors file in the comfy dialect, atomically.
 
     Values of a dict may be QuantizedLinear (by layer), QuantizedTensor (by the key of the weight) and plain tensors. A
-    tied parameter is written under each of its names. ``metadata`` is added to the header's strings.
+    tied parameter is written under each of its names. ``metadata`` is added to the header's strings. Raises FormatError for
+    a path that does not end in ``.safetensors`` and for what a file cannot hold.
     """
+    refuse_name(Path(path))
     tensors, markers, layers = _collect(model_or_state)
     recipe = {"made_by": "kitchen_models.save", "layers": layers}
     strings = {**(metadata or {}), **header_metadata(markers, recipe)}
@@ -248,7 +258,9 @@ def _collect(source: Any) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, 
                 raise FormatError(f"tensor {name!r} is on the meta device: it has no values to save")
             tensors.setdefault(name, value)
         else:
-            raise FormatError(f"{name!r} is a {type(value).__name__}; only tensors and quantized layers can be saved")
+            raise FormatError(
+                f"{name!r} is of type {type(value).__name__}; only tensors and quantized layers can be saved"
+            )
     for key, value in tensors.items():
         layer = key.removesuffix(MARKER).removesuffix(".")
         if (key == MARKER or key.endswith(f".{MARKER}")) and layer not in markers:  # from a plain state dict

@@ -25,11 +25,11 @@ def _print(options: argparse.Namespace, as_json: dict[str, Any], render: Callabl
 
 
 @contextlib.contextmanager
-def _folder_of(options: argparse.Namespace) -> Iterator[None]:
-    """Makes the folder of OUT where it is missing; one that is still empty after a refusal goes again."""
-    folder = os.path.dirname(os.path.realpath(options.output))
+def _folder_of(output: str | None, name: str = "OUT") -> Iterator[None]:
+    """Makes the folder of a file where it is missing; one that is still empty after a refusal goes again. None: no file."""
+    folder = os.path.dirname(os.path.realpath(output)) if output is not None else "."
     missing = []
-    while not options.dry_run and not os.path.lexists(folder):
+    while not os.path.lexists(folder):
         missing.append(folder)
         folder = os.path.dirname(folder)
     try:
@@ -43,7 +43,9 @@ def _folder_of(options: argparse.Namespace) -> Iterator[None]:
         if missing and isinstance(error, OSError) and error.filename in missing:
             from kitchen_core.errors import FormatError
 
-            raise FormatError(f"cannot make the folder {missing[0]!r}: {error.strerror}; give another OUT") from error
+            raise FormatError(
+                f"cannot make the folder {missing[0]!r}: {error.strerror}; give another {name}"
+            ) from error
         raise
 
 
@@ -125,7 +127,7 @@ def _quantize(options: argparse.Namespace) -> int:
                 f"--report {options.report!r} is OUT itself; give the folder of the report another name"
             )
         check_folder(options.report)
-    with _folder_of(options), progress_bar() as progress:
+    with _folder_of(None if options.dry_run else options.output), progress_bar() as progress:
         report = quantize_file(
             options.input, options.output, rules, options.format, given, options.dry_run, progress, options.calibration
         )  # fmt: skip
@@ -161,12 +163,15 @@ def verify_command(subparsers: argparse._SubParsersAction) -> None:
     """Add ``kitchen verify``."""
     parser = subparsers.add_parser(
         "verify", help="per-layer error of a quantized checkpoint against its original",
-        description="Compare the weights layer by layer, worst first. Exit code 1: --max-error is exceeded, or a tensor "
-        "of the original is missing.",
+        description="Compare the weights layer by layer, worst first. Exit code 1: --max-error is exceeded or has "
+        "nothing to judge, or a tensor of the original is missing.",
     )  # fmt: skip
-    parser.add_argument("original", metavar="A", help="the checkpoint before quantization")
-    parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw the errors of the worst layers")
+    parser.add_argument("original", metavar="IN", help="the checkpoint before quantization")
+    parser.add_argument("quantized", metavar="OUT", help="the quantized checkpoint")
+    parser.add_argument(
+        "--plot", metavar="FILE.png",
+        help="draw the errors of the worst layers; its folder is made where it is missing",
+    )  # fmt: skip
     parser.add_argument("--max-error", type=_error, metavar="E", help="largest relative L2 error allowed for a layer")
     _add_json(parser)
     parser.set_defaults(func=_verify)
@@ -186,11 +191,20 @@ def _error(text: str) -> float:
 def _verify(options: argparse.Namespace) -> int:
     from . import verify
 
-    result = verify.verify_files(options.original, options.quantized)
-    _print(options, result.as_json(), lambda: verify.render(result))
-    if options.plot is not None:  # last: a place that cannot be written costs the picture alone
-        verify.plot(result, options.plot)
-        print(f"plot: {options.plot}", file=sys.stderr if options.json else sys.stdout)
+    if options.plot is not None:
+        verify.check_plot(options.plot)
+    with _folder_of(options.plot, "--plot"):
+        result = verify.verify_files(options.original, options.quantized)
+        _print(options, result.as_json(), lambda: verify.render(result))
+        if options.plot is not None:  # last: a place that cannot be written costs the picture alone
+            verify.plot(result, options.plot)
+            print(f"plot: {options.plot}", file=sys.stderr if options.json else sys.stdout)
+    if options.max_error is not None and not result.compared:
+        print(
+            "kitchen verify: --max-error has nothing to judge: no float layer of IN is quantized in OUT",
+            file=sys.stderr,
+        )
+        return 1
     over = [e for e in result.layers if options.max_error is not None and not e.relative_l2 <= options.max_error]
     if over:
         print(f"kitchen verify: {len(over)} layers exceed --max-error {options.max_error:g}", file=sys.stderr)
@@ -204,8 +218,8 @@ def report_command(subparsers: argparse._SubParsersAction) -> None:
         description="Compare a quantized checkpoint with its original and write error.png, weights.png, outliers.png, "
         "bytes.png, report.json and report.html, which holds all of it, to DIR.",
     )  # fmt: skip
-    parser.add_argument("original", metavar="A", help="the checkpoint before quantization")
-    parser.add_argument("quantized", metavar="B", help="the quantized checkpoint")
+    parser.add_argument("original", metavar="IN", help="the checkpoint before quantization")
+    parser.add_argument("quantized", metavar="OUT", help="the quantized checkpoint")
     parser.add_argument("folder", metavar="DIR", help="where to write; made where it is missing")
     parser.add_argument("--calibration", metavar="FILE", help="adds the error of the layers' outputs on such inputs")
     parser.set_defaults(func=_report)
@@ -293,7 +307,7 @@ def _convert(options: argparse.Namespace) -> int:
         parts[pattern] = int(number)
     unsigned = None if options.unsigned is None else tuple(text for text in options.unsigned if text)
     try:
-        with _folder_of(options), progress_bar() as progress:
+        with _folder_of(None if options.dry_run else options.output), progress_bar() as progress:
             report = convert_file(
                 options.input, options.output, options.to, Hints(options.dialect, unsigned, parts),
                 parse_size(options.shard_size), options.dry_run, progress,

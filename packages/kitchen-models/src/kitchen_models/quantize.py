@@ -24,7 +24,7 @@ from .files import TORCH_DTYPES, Checkpoint, TensorInfo, open_binary, printable
 from .ranks import Team, team, writing_together
 from .recognise import codes_of_others
 from .rows import check_finite, output_shapes, quantize_rows
-from .rules import Decision, Rules, decide, layer_of
+from .rules import UNMATCHED, Decision, Rules, decide, layer_of
 from .systems import same_file
 from .writer import Planned, refuse_name, writable_target
 
@@ -99,11 +99,20 @@ class Report:
                 "give the file that the float8 weights were made from, or make them bfloat16 first (times their scales, if "
                 "they have some)"
             )
-        if any("cannot hold it" in d.reason for d in self.left):
-            advice.append("give the format other options, or take another format")
-        elif self.left:
-            advice.append("a rule that names a float layer quantizes it all the same; --dry-run lists every reason")
-        advice = advice or ["`kitchen inspect` lists what is in the file"]
+        named = [repr(printable(d.layer)) for d in self.left if d.rule or d.reason == UNMATCHED]
+        if any(" cannot hold " in d.reason for d in self.left):
+            advice.append(
+                "give the format other options, or take another format (options of the command: --group-size, "
+                "--convrot-groupsize, --rank, --option)"
+            )
+        elif named:
+            names = ", ".join([*named[:3], *(["..."] if len(named) > 3 else [])])
+            advice.append(f"a rule that names a float layer ({names}) quantizes it all the same")
+            advice += ["--dry-run lists every reason"] if self.path else []
+        if not advice:
+            advice = [
+                "`kitchen inspect` lists what is in the file" if self.path else "plain nn.Linear is quantized alone"
+            ]
         raise UnsupportedError(f"nothing to do: {self._stayed()}; {'; '.join(advice)}")
 
     def as_json(self) -> dict[str, Any]:
@@ -342,13 +351,21 @@ def quantize_(
     ``quantize_(model, "int8")`` takes the default rules; else as in ``Rules.of``. ``calibration``: what ``calibrate``
     returned for this model. The result is bit for bit that of ``quantize_file`` and ``load_into``. Every rule is applied
     and every weight looked at before the first module is replaced: an error leaves the model as it was.
-    Raises UnsupportedError, naming the layer, for a weight with inf or NaN or on the meta device.
+    Raises UnsupportedError, naming the layer, for a weight with inf or NaN or on the meta device, and where no layer at all
+    would be quantized.
     """
+    if not isinstance(model, nn.Module):
+        found = repr(str(model)) if isinstance(model, str | os.PathLike) else type(model).__name__
+        raise UnsupportedError(
+            f"quantize_ takes a model, an nn.Module, got {found}; quantize_file(source, target, ...) takes a checkpoint"
+        )
     started = time.perf_counter()
     rules = Rules.of(rules, format, options)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     decisions = decisions_of(model, rules)
     chosen = [d for d in decisions if d.format is not None]
+    before = sum(module.weight.nbytes for module in linears.values())
+    Report(decisions, before, before).refuse_nothing()
     calibrated = calibrated_layers(calibration, decisions)
     for decision in chosen:
         with naming(decision.layer):
@@ -356,7 +373,6 @@ def quantize_(
             if weight.is_meta:
                 raise UnsupportedError("its weight is on the meta device; load the model's weights before quantizing")
             check_finite(weight.detach())
-    before = sum(module.weight.nbytes for module in linears.values())
     saved = 0
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -27,6 +27,7 @@ from .files import printable
 log = logging.getLogger("kitchen")
 
 MIN_FEATURES = 64  # a layer narrower than this saves next to nothing and is too small for a useful rotation group
+UNMATCHED = "no rule matches it"
 QUANTIZABLE = (torch.float32, torch.float16, torch.bfloat16)
 
 # Asked after the user's rules and before the default format. Matched against the layer's name, in lower or upper case.
@@ -263,7 +264,7 @@ def decide(layer: str, shape: tuple[int, ...], dtype: torch.dtype | None, rules:
         return left(f"{str(dtype).removeprefix('torch.')}: only float32, float16 and bfloat16 weights are quantized")
     rule = rules.match(layer)
     if rule is None:
-        return left("no rule matches it")
+        return left(UNMATCHED)
     if rule.format is None:
         return left(rule.why or "excluded by rule", str(rule))
     if rule.default and min(shape) < MIN_FEATURES:
@@ -272,7 +273,8 @@ def decide(layer: str, shape: tuple[int, ...], dtype: torch.dtype | None, rules:
     try:
         config = format.config_for(*shape, **dict(rule.options))
     except UnsupportedError as error:
-        return left(f"{format.name} cannot hold it: {error}", str(rule))
+        own = f"{format.name} cannot hold "  # a format may begin so itself
+        return left(str(error) if str(error).startswith(own) else f"{own}it: {error}", str(rule))
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if not rule.options:
             raise

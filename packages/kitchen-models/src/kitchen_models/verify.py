@@ -58,6 +58,11 @@ class Verification:
         """The largest relative error of a layer."""
         return max((e.relative_l2 for e in self.layers), default=0.0)
 
+    @property
+    def compared(self) -> bool:
+        """Whether the quantized file has a layer that is float in the original."""
+        return any(not e.format.endswith(CHANGED) for e in self.layers)
+
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain values; JSON has no NaN and no inf, so these become words."""
 
@@ -107,14 +112,16 @@ def verify_files(
 
     Plain tensors are compared bit by bit; those that differ are listed as well. ``calibration``: what ``calibrate``
     returned, or the path of its file; layers that it has get their ``output_l2``. ``watch(layer, format, rows)`` is given
-    every weight that is quantized, a block of its rows at a time. Raises FormatError for a bad file, and where a layer has
-    another shape than its original.
+    every weight that is quantized, a block of its rows at a time. Raises FormatError for a bad file, where a layer has
+    another shape than its original, and where the files are in the wrong order.
     """
     if isinstance(calibration, str | os.PathLike):
         calibration = load_calibration(calibration)
     before, after = Checkpoint.open(original), Checkpoint.open(quantized)
     stored = find_layers(after)
     refuse_unmarked(after, stored)
+    if not stored:
+        _refuse_swapped(before, after)
     # Layers that the original has quantized too are compared bit by bit, as plain tensors are.
     marked = {key.rpartition(".")[0] for key in before.tensors if key.rpartition(".")[2] == MARKER}
     stored = {name: layer for name, layer in stored.items() if name not in marked}
@@ -140,6 +147,16 @@ def verify_files(
     before.close()
     after.close()
     return Verification(tuple(errors), identical, missing, added, total.relative_l2)
+
+
+def _refuse_swapped(before: Checkpoint, after: Checkpoint) -> None:
+    for layer in find_layers(before).values():
+        info = after.tensors.get(f"{layer.prefix}weight")
+        if info is not None and info.torch_dtype().is_floating_point:
+            raise FormatError(
+                f"layer {printable(layer.name)!r} is quantized in {str(before.path)!r} and float in {str(after.path)!r}: the "
+                "first file is the quantized one; swap them"
+            )
 
 
 def _compare_layer(
@@ -205,11 +222,10 @@ def render(result: Verification) -> None:
     ]
     columns = ["layer", "format", "relative L2", "max abs", "before", "after"]
     print_table(columns, rows, right=columns[2:])
-    compared = any(not e.format.endswith(CHANGED) for e in result.layers)
     total = (
         f"relative L2 over all quantized weights {result.relative_l2:.3e}"
-        if compared
-        else "no float layer of A is quantized in B"
+        if result.compared
+        else "no float layer of IN is quantized in OUT"
     )
     print(
         f"{counted(len(result.layers), 'layer')} changed, {counted(result.identical, 'plain tensor')} identical; {total}, "
@@ -224,12 +240,19 @@ def render(result: Verification) -> None:
             print(f"{counted(len(names), 'tensor')} {words}: {', '.join(map(printable, names[:5]))}{more}")
 
 
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raises FormatError for a name that no plot can have: to be asked before long work. Nothing is made."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if Path(path).suffix[1:].lower() not in FigureCanvasAgg.get_supported_filetypes():
+        raise FormatError(
+            f"cannot write the plot {str(path)!r}: its ending says what to write; give a path ending in .png, .pdf or .svg"
+        )
+
+
 def plot(result: Verification, path: str | os.PathLike[str]) -> None:
     """Draw the worst layers as bars, coloured by format, to a PNG, PDF or SVG file. Raises FormatError if it cannot."""
-    if not Path(path).suffix:  # matplotlib would write to another name
-        raise FormatError(
-            f"cannot write the plot {str(path)!r}: its ending says what to write; give a path ending in .png"
-        )
+    check_plot(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -250,8 +273,6 @@ def plot(result: Verification, path: str | os.PathLike[str]) -> None:
         axes.legend(fontsize=8, loc="lower right")
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise FormatError(f"cannot write the plot {str(path)!r}: {error}; give a path ending in .png") from error
     except OSError as error:
         raise FormatError(
             f"cannot write the plot {str(path)!r}: {error.strerror}; give a path in a folder that is there and can be written"

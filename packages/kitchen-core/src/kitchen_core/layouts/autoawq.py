@@ -180,7 +180,7 @@ def integer_zeros(scale: torch.Tensor, zeros: torch.Tensor, layer: str = "") -> 
             f"layer {layer!r}: {int(wrong.sum())} zeros are no integers 0..15 of AutoAWQ; the first is group {group}, output "
             f"{output}: zero {z[group, output].item():.6g} / scale {s[group, output].item():.6g} = "
             f"{ratio[group, output].item():.6g}, so zi = {8 - ratio[group, output].item():.6g}. Its zeros are floats: keep the "
-            "layer in awq_w4a16, or quantize again with integer zeros"
+            "layer in awq_w4a16"
         )
     return (8 - nearest).to(torch.int8)
 

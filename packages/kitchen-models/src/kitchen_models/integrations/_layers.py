@@ -38,7 +38,7 @@ class RulesConfig:
             ``KitchenConfig({"*.attn.*": "int8", "*": "w4a8"})``.
 
     Raises:
-        UnsupportedError: a rule that cannot be read, or a format that is not installed.
+        UnsupportedError: a rule that cannot be read, an unknown keyword, or a format that is not installed.
     """
 
     def __init__(
@@ -47,7 +47,13 @@ class RulesConfig:
         format: str | None = None,
         options: Mapping[str, Any] | None = None,
         quant_method: Any = Method.KITCHEN,
+        **others: Any,
     ) -> None:
+        if others:
+            raise UnsupportedError(
+                f"KitchenConfig takes rules, format and options, got {', '.join(others)}; what belongs to a format goes into "
+                f"options: KitchenConfig(format='int8', options={others})"
+            )
         if isinstance(rules, str) and "=" not in rules:
             rules, format = (), format or rules
         Rules.of(rules, format, options)
@@ -59,7 +65,8 @@ class RulesConfig:
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the library's. What a newer version wrote beside is told and left out: layers are read by their own markers."""
-        known = inspect.signature(cls.__init__).parameters
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         unknown = sorted(str(key) for key in config_dict if key not in known)
         if unknown:
             log.warning(

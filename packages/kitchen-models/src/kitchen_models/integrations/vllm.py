@@ -15,6 +15,7 @@ import torch
 
 import kitchen_core
 from kitchen_core.errors import KitchenError, UnsupportedError
+from kitchen_core.known_formats import install_hint
 from kitchen_core.plugins import plugins
 
 from .comfy import _why_not_device
@@ -32,7 +33,7 @@ def register() -> bool:
     """
     try:
         if "int8_tensorwise" not in plugins("kitchen.formats"):
-            raise UnsupportedError("kitchen-int8 is not installed: pip install kitchen-int8")
+            raise UnsupportedError(f"kitchen-int8 is not installed: {install_hint('kitchen-int8')}")
         _offer()
     except KitchenError as error:
         log.warning("kitchen: vLLM keeps its own INT8 kernels: %s", error)
