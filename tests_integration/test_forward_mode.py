@@ -11,13 +11,12 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 import kitchen_core as kc
 from kitchen_core import InferenceOnlyError, ops
 from kitchen_core.known_formats import KNOWN_FORMATS
-from kitchen_core.testing import LINEAR_OPS, assert_close, assert_equal
+from kitchen_core.testing import LINEAR_OPS, assert_close, assert_equal, inference_mode_has_tangents
 
 N, K = 128, 384
 MODES = {"grad": contextlib.nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-with torch.inference_mode():
-    if not jvp(torch.neg, (torch.ones(1),), (torch.ones(1),))[1]:
-        del MODES["inference_mode"]  # torch 2.10 and 2.11 have no forward mode in it, of a dense linear neither
+if not inference_mode_has_tangents():
+    del MODES["inference_mode"]
 EXACT = 4 * K * 2.0**-24  # of sums of K products in fp32, taken twice
 
 pytestmark = [

@@ -36,6 +36,12 @@ RELEASE_ARCHS = ("75-real", "80-real", "90a-real", "100-real", "120-real", "120-
 EXACT_ACCUMULATION = ("int8_tensorwise", "asym_w4a8_int8", "w6a8_int8")
 
 
+def inference_mode_has_tangents() -> bool:
+    """Whether torch.func.jvp under torch.inference_mode is no zero: with torch 2.10 and 2.11 it is, of a dense linear too."""
+    with torch.inference_mode():
+        return bool(torch.func.jvp(torch.neg, (torch.ones(1),), (torch.ones(1),))[1])
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Largest relative error of one rounding to ``dtype``: 2^-24, 2^-11, 2^-8."""
     return torch.finfo(dtype).eps / 2
