@@ -9,7 +9,6 @@ leaves, and from a graph, where one kernel starts as the one in front ends.
 
 import math
 import time
-import zlib
 from collections import Counter
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from kitchen_core.devices import device_facts
 from kitchen_core.known_formats import KNOWN_FORMATS
 from kitchen_core.registry import EAGER, kernels_of
 from kitchen_core.testing import LINEAR_OPS, expect_kernel
+from kitchen_core.testing.samples import filled
 
 BF16 = torch.bfloat16
 ROWS = (1, 4, 16, 17, 33, 64, 100, 160, 256, 300, 1024)  # of x
@@ -83,20 +83,7 @@ def weight_of(name, n, k, seed, device, dtype):
     options = {"svdquant_w4a4": {"rank": 32}, "awq_w4a16": {"group_size": 32 if k % 128 else 128}}.get(name, {})
     config = format.config_for(n, k, **options)
     wanted = format.quantize(torch.empty(n, k, device="meta", dtype=dtype), config)
-    return {key: filled(key, t, k, seed, device) for key, t in wanted.items() if t is not None}, config
-
-
-def filled(key, t, k, seed, device):
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr((key, t.shape, seed)).encode()))
-    if t.dtype == torch.int8:
-        return torch.randint(-128, 128, t.shape, dtype=torch.int8, device=device, generator=generator)
-    made = torch.rand(t.shape, device=device, generator=generator)
-    if key == "codebook":
-        return made.mul_(2).sub_(1).sort().values.to(t.dtype)
-    if key == "s_rel":  # decoded levels of up to 127
-        return made.mul_(6).add_(1).to(t.dtype)
-    made = made.add_(0.5) if key == "smooth_factor" else made.mul_(0.02 / k**0.5).add_(0.001 / k**0.5)
-    return made.to(t.dtype)
+    return {key: filled(key, t, k, device, seed) for key, t in wanted.items() if t is not None}, config
 
 
 def layer_of(route, n, k, seed, device):
@@ -107,7 +94,7 @@ def layer_of(route, n, k, seed, device):
         given = [tensor for w in (gate_up, down) for tensor in (w["qdata"], w["scale"])]
         return lambda x: ops.int8_swiglu_mlp(x, *given), sum(t.nbytes for t in given)
     tensors, config = weight_of(route.format, n, k, seed, device, route.dtype)
-    bias = filled("bias", torch.empty(n, dtype=route.dtype, device="meta"), k, seed, device)
+    bias = filled("bias", torch.empty(n, dtype=route.dtype, device="meta"), k, device, seed)
     layer = QuantizedLinear(tensors, route.format, config, bias, route.dtype)
     if route.layout == "resident":
         reason = optimize_for_decode(layer).reason

@@ -9,7 +9,6 @@ import copy
 import hashlib
 import subprocess
 import threading
-import zlib
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from kitchen_core.known_formats import KNOWN_FORMATS
 from kitchen_core.reference.svdquant import residual_weight
 from kitchen_core.registry import EAGER
 from kitchen_core.testing import LINEAR_OPS, assert_close, assert_equal, tolerance
-from kitchen_core.testing.samples import SAMPLES
+from kitchen_core.testing.samples import SAMPLES, filled
 
 pytestmark = pytest.mark.gpu
 
@@ -37,20 +36,7 @@ def weight_of(name, n, k, device="cuda", **options):
     options = {"rank": 32, **options} if name == "svdquant_w4a4" else options
     config = format.config_for(n, k, **options)
     shapes = format.quantize(torch.empty(n, k, device="meta", dtype=BF16), config)
-    return {key: _filled(key, t, k, device) for key, t in shapes.items() if t is not None}, config
-
-
-def _filled(key, t, k, device):
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr((key, t.shape)).encode()))
-    if t.dtype == torch.int8:
-        return torch.randint(-128, 128, t.shape, dtype=torch.int8, device=device, generator=generator)
-    made = torch.rand(t.shape, device=device, generator=generator)
-    if key == "codebook":
-        return made.mul_(2).sub_(1).sort().values.to(t.dtype)
-    if key == "s_rel":  # decoded levels of up to 127
-        return made.mul_(6).add_(1).to(t.dtype)
-    made = made.add_(0.5) if key == "smooth_factor" else made.mul_(0.02 / k**0.5).add_(0.001 / k**0.5)
-    return made.to(t.dtype)
+    return {key: filled(key, t, k, device) for key, t in shapes.items() if t is not None}, config
 
 
 def module(name, n=512, k=512, device="cuda"):

@@ -45,10 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. A KitchenError is shown as one message, without a traceback."""
-    for name in ("stdout", "stderr"):
-        if (
-            getattr(sys, name) is None
-        ):  # closed, as `2>&-` does: its number must not become that of a file that is written
+    for name in ("stdout", "stderr"):  # closed, as by `2>&-`: its number must not become that of a file that is written
+        if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     for stream in (sys.stdout, sys.stderr):  # what a terminal cannot show becomes an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):

@@ -6,6 +6,7 @@ A new op needs an entry here; a test fails where one is missing.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,6 +55,23 @@ def _x(lead, dtype, width: int = K) -> torch.Tensor:
 
 def _int8_weight(n: int = N, k: int = K, group: int = GROUP):
     return ops.quantize_int8_convrot_weight(torch.randn(n, k), group)
+
+
+def filled(key: str, t: torch.Tensor, k: int, device: torch.device | str, *seed: int) -> torch.Tensor:
+    """Values for one stored tensor of a weight with K = ``k``, of the shape and dtype of ``t``: random codes, plausible scales.
+
+    The same for the same key, shape and ``seed``. Nothing is quantized, so weights may be of any size.
+    """
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr((key, t.shape, *seed)).encode()))
+    if t.dtype == torch.int8:
+        return torch.randint(-128, 128, t.shape, dtype=torch.int8, device=device, generator=generator)
+    made = torch.rand(t.shape, device=device, generator=generator)
+    if key == "codebook":
+        return made.mul_(2).sub_(1).sort().values.to(t.dtype)
+    if key == "s_rel":  # decoded levels of up to 127
+        return made.mul_(6).add_(1).to(t.dtype)
+    made = made.add_(0.5) if key == "smooth_factor" else made.mul_(0.02 / k**0.5).add_(0.001 / k**0.5)
+    return made.to(t.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------- int8
