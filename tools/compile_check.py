@@ -97,14 +97,11 @@ ALLOWED_SPILLS = {
     # a few registers once a round (13 on sm_100); a block an SM less would keep them and be slower (docs/kernels/awq.md)
     r"awq_decode_kernel<kitchen::gemm::decode::Config<1, 1, [24], [42], 2, 3>": 32,
     r"awq_decode_kernel<kitchen::gemm::decode::Config<2, 2, 2, 4, 2, 2>": 108,
-    # a register, once a tile, for what leaves room to a block of the quantizer (6 bits) or needs all there are
-    r"w4a8_stream<kitchen::w4a8::stream::Config<6, false, 1>": 8,
-    # one or two registers on sm_80 and sm_100; four on sm_90a, each read once a round of 1,100 instructions
-    r"w4a8_stream<kitchen::w4a8::stream::Config<4, true, 1>": 16,
-    r"w4a8_stream<kitchen::w4a8::stream::Config<4, true, 2>": 32,
+    # two registers on sm_80, one on sm_100, for what leaves room to a block of the quantizer; two of more tokens on sm_90a
+    r"w4a8_stream<kitchen::w4a8::stream::Config<4, true, [12]>": 16,
     r"svdquant::.*\bquantize<.*CodeForm\)0, false>": 8,  # a register on sm_120, read once a row
-    # one to three registers of 6 bits, outside of the loop over codes or once a unit of it
-    r"w4a8_resident<kitchen::w4a8::resident::Config<6, ": 24,
+    # a register of 6 bits and 25 to 32 tokens
+    r"w4a8_resident<kitchen::w4a8::resident::Config<6, true, 4>": 8,
     # registers of the walk over tiles, read once a tile
     r"w4a8_hopper<kitchen::w4a8::hopper::Config<[46], 192, 1(60|92), ": 140,
     # a register of the walk over tiles, read once a tile
